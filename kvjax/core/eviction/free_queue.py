@@ -14,10 +14,14 @@ whose block is in another cell is a tombstone. Removal forgets the position and 
 The ring has two cells a block: when an insertion finds no room, more than half of the cells are tombstones, and the
 compaction that follows is paid for by their removals. All costs are O(blocks given), amortised.
 
+An owner may mark the blocks that it appends as young (`note_young`), until it sets `num_young` to 0. They are the last
+ones of the queue, from the cursor `_first_young` on; while there are any it appends young ones only.
+
 Invariants (`check_invariants`):
 
     Q1  position[b] is a cell of [head, tail) and ring[position[b]] == b, or position[b] == NOT_QUEUED
     Q2  num_free_blocks == number of queued blocks; tail - head <= ring length
+    Q3  num_young of them are in cells from the first young one on
 """
 
 from __future__ import annotations
@@ -51,9 +55,16 @@ class FreeKVCacheBlockQueue:
         )  # slices of it are written to and compared with positions
         self._head = 0
         self._tail = num_blocks
+        self.num_young = 0
+        self._first_young = num_blocks
 
     def __len__(self) -> int:
         return self.num_free_blocks
+
+    @property
+    def num_old(self) -> int:
+        """Blocks before the young ones."""
+        return self.num_free_blocks - self.num_young
 
     def __contains__(self, block_id: int) -> bool:
         return 0 <= block_id < self.num_blocks and self._position.item(block_id) != NOT_QUEUED
@@ -141,8 +152,7 @@ class FreeKVCacheBlockQueue:
         """
         if block_id not in self:
             raise BlockStateError(f"expected a queued block, got {block_id}, which is not in the free queue")
-        self._position[block_id] = NOT_QUEUED
-        self._forget_cells_before(self._head, num_taken=1)
+        self.remove_distinct(np.array([block_id]))
 
     def remove_n(self, block_ids: npt.ArrayLike) -> None:
         """Takes distinct blocks out of the queue, wherever they are.
@@ -160,8 +170,20 @@ class FreeKVCacheBlockQueue:
         if np.count_nonzero(self._position[ids] == marks) < len(ids):
             self._position[ids] = positions
             raise BlockStateError(f"expected distinct blocks, got {_first_repeated(ids)} twice")
+        self._position[ids] = positions
+        self.remove_distinct(ids)
+
+    def remove_distinct(self, ids: np.ndarray) -> None:
+        """`remove_n` of blocks (int64[n]) that are known to be distinct and queued."""
+        if self.num_young:
+            self.num_young -= self._count_young(self._position[ids])
         self._position[ids] = NOT_QUEUED
-        self._forget_cells_before(self._head, num_taken=len(ids))
+        self._forget_cells_before(self._head, num_taken=ids.size)
+
+    def _count_young(self, cells: np.ndarray) -> int:
+        """How many of int32[n] cells are young blocks'."""
+        length = self._ring.size
+        return int(np.count_nonzero((cells - self._first_young % length) % length < self._tail - self._first_young))
 
     # -- insertion --------------------------------------------------------------------------------------------------
 
@@ -232,6 +254,12 @@ class FreeKVCacheBlockQueue:
         self._tail += count
         self.num_free_blocks += count
 
+    def note_young(self, count: int) -> None:
+        """Marks the `count` blocks that were appended last as young."""
+        if not self.num_young:
+            self._first_young = self._tail - count
+        self.num_young += count
+
     def prepend_absent(self, ids: np.ndarray) -> bool:
         """`prepend_n` of blocks (int64[n]) that are known not to be queued; False, and no change, if one repeats."""
         self._make_room(len(ids))
@@ -264,6 +292,7 @@ class FreeKVCacheBlockQueue:
             self._tail = self._head + len(live)
             self._write(self._head, live)
             self._position[live] = self._read(self._cells, self._head, len(live))
+            self._first_young = self._head + self.num_old
 
     # -- the ring ---------------------------------------------------------------------------------------------------
 
@@ -287,7 +316,7 @@ class FreeKVCacheBlockQueue:
         return block_ids[self._position[block_ids] == self._read(self._cells, self._head, num_cells)]
 
     def check_invariants(self) -> None:
-        """Checks Q1 and Q2. O(num_blocks).
+        """Checks Q1 to Q3. O(num_blocks).
 
         Raises:
             InvariantError: one of them is broken.
@@ -300,6 +329,8 @@ class FreeKVCacheBlockQueue:
             raise InvariantError(f"Q1: the ring holds {len(live)} blocks, positions name {len(queued)}, or they differ")
         if len(queued) != self.num_free_blocks:
             raise InvariantError(f"Q2: {self.num_free_blocks} blocks counted as free, {len(queued)} queued")
+        if self.num_young and self._count_young(self._position[live[self.num_old :]]) < self.num_young:
+            raise InvariantError(f"Q3: {self.num_young} blocks counted as young, one of them lies before the first")
 
 
 def _first_repeated(ids: np.ndarray) -> int:

@@ -7,6 +7,7 @@ Ids are int64 arrays of distinct hashed blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +20,20 @@ class LastingBlocks(Protocol):
     """The blocks, and an order over them. Owned by one policy."""
 
     num_free_blocks: int
+    num_young: int  # of them, the last of the order: released in this step; 0 where that is not told
+
+    @property
+    def tells_young(self) -> bool:
+        """Whether young blocks are counted, and come last."""
 
     def append_distinct(self, ids: np.ndarray) -> None:
         """Adds blocks that became free, each request's last one first."""
+
+    def append_few(self, block_ids: Sequence[int]) -> None:
+        """`append_distinct` of a few blocks."""
+
+    def note_young(self, count: int) -> None:
+        """The blocks that were added last, so many, are young until `num_young` is set to 0."""
 
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """Removes the next ones of the order; there are as many."""
@@ -29,11 +41,11 @@ class LastingBlocks(Protocol):
     def contains_n(self, ids: np.ndarray) -> np.ndarray:  # bool[n]
         """Which blocks are here."""
 
-    def remove_n(self, ids: np.ndarray) -> None:
+    def remove_distinct(self, ids: np.ndarray) -> None:
         """Removes blocks that are here."""
 
-    def order_before(self, more: np.ndarray) -> np.ndarray:  # int64[n]
-        """The blocks in order, and then those (int64[k]) that would be appended when none is left, in theirs."""
+    def get_all_free_blocks(self) -> np.ndarray:  # integer[num_free_blocks]
+        """The blocks in order."""
 
     def note_admission(self) -> None:
         """A request is admitted."""
@@ -67,16 +79,17 @@ class LRUOrder(FreeKVCacheBlockQueue):
         super().__init__(num_blocks)
         self.take(num_blocks)
 
-    def order_before(self, more: np.ndarray) -> np.ndarray:  # int64[n]
-        """The queue, and what would be appended."""
-        return np.concatenate((self.get_all_free_blocks(), more))
+    @property
+    def tells_young(self) -> bool:
+        """They are those at the tail."""
+        return True
 
     def note_admission(self) -> None:
         """Changes nothing."""
 
     def note_kept(self, ids: np.ndarray) -> None:
         """They go to the tail."""
-        self.remove_n(ids)
+        self.remove_distinct(ids)
         self.append_distinct(ids)
 
     def note_use(self, ids: np.ndarray) -> None:

@@ -14,6 +14,7 @@ Invariants (`check_invariants`):
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class LearnedOrder:
         self._index = index
         num_blocks = index.is_hashed.size
         self.keeper = RunKeeper(index, max_ghosts, learn_every)
-        self.num_free_blocks = 0
+        self.num_free_blocks = self.num_young = 0
         self._is_here = np.zeros(num_blocks, np.bool_)
         self._victims = FreeKVCacheBlockQueue(num_blocks)
         self._victims.take(num_blocks)
@@ -50,19 +51,31 @@ class LearnedOrder:
         if ids.size:
             self._is_here[ids] = True
             self.num_free_blocks += ids.size
-            self._pending.append((False, self._now, ids))
+            self._pending.append((False, self._now, ids.copy()))
+
+    def append_few(self, block_ids: Sequence[int]) -> None:
+        """`append_distinct` of a few blocks."""
+        self.append_distinct(np.array(block_ids, np.int64))
+
+    def note_young(self, count: int) -> None:
+        """Changes nothing: what is worth least goes first, whenever it was released."""
+
+    @property
+    def tells_young(self) -> bool:
+        """No."""
+        return False
 
     def contains_n(self, ids: np.ndarray) -> np.ndarray:  # bool[n]
         """Which blocks are here."""
         return self._is_here[ids]
 
-    def remove_n(self, ids: np.ndarray) -> None:
+    def remove_distinct(self, ids: np.ndarray) -> None:
         """Removes blocks that are here."""
         if ids.size:
             self._is_here[ids] = False
             self.num_free_blocks -= ids.size
             if self._victims.num_free_blocks:
-                self._victims.remove_n(ids[self._victims.contains_n(ids)])
+                self._victims.remove_distinct(ids[self._victims.contains_n(ids)])
 
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """Removes the next victims; there are as many blocks here."""
@@ -74,12 +87,10 @@ class LearnedOrder:
         self._num_taken += num_blocks
         return ids
 
-    def order_before(self, more: np.ndarray) -> np.ndarray:  # int64[n]
+    def get_all_free_blocks(self) -> np.ndarray:  # int64[num_free_blocks]
         """What a copy takes one after another."""
         twin = copy.deepcopy(self, {id(self._index): self._index})
-        here = twin.take(twin.num_free_blocks)
-        twin.append_distinct(more)
-        return np.concatenate((here, twin.take(more.size)))
+        return twin.take(twin.num_free_blocks)
 
     def note_admission(self) -> None:
         """The clock goes on."""
@@ -152,7 +163,7 @@ class LearnedOrder:
             )
         if not self._evicted:
             self.keeper.check_invariants()
-        if sorted(self.order_before(here[:0]).tolist()) != here.tolist():
+        if sorted(self.get_all_free_blocks().tolist()) != here.tolist():
             raise InvariantError("D1: a block is in no run that waits")
 
 

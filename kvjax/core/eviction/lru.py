@@ -66,7 +66,7 @@ class LRUPolicy(EvictionPolicy):
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of the queue."""
-        self.queue.remove_n(ids)
+        self.queue.remove_distinct(ids)
 
     def order(self) -> np.ndarray:  # int32[num_free]
         """The queue from its head."""

@@ -29,8 +29,8 @@ from kvjax.errors import OutOfBlocksError
 class EvictionPolicy(abc.ABC):
     """The free blocks of one pool in eviction order. Owned by the pool; not thread-safe.
 
-    Everything is said in bulk. `joins_releases`, `take_one`, `release_few` and `try_release` exist for speed: their
-    defaults are right.
+    Everything is said in bulk. `joins_releases`, `take_one`, `release_known`, `release_few` and `try_release` exist for
+    speed: their defaults are right.
     """
 
     is_told_of_use: ClassVar[bool] = False  # whether the pool calls `note_registered`, `note_hit` and `note_forgotten`
@@ -151,6 +151,10 @@ class EvictionPolicy(abc.ABC):
     def take_one(self) -> int:
         """`take` of one block."""
         return int(self.take(1)[0])
+
+    def release_known(self, ids: np.ndarray, is_hashed: np.ndarray, num_hashed: int) -> None:
+        """`release` where it is known which (bool[n]) and how many of the blocks are hashed."""
+        self.release(ids)
 
     def release_few(self, ids: Sequence[int]) -> None:
         """`release` of a few blocks, without the cost of arrays."""

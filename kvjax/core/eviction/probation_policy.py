@@ -5,12 +5,10 @@ Queues, taken in this order; but for the lasting ones the block that was release
     blank       no hash: nothing is lost
     probation   kept in case somebody parts there (`note_probation`), and not hit yet
     lasting     all other hashed blocks, in an order of their own (`LastingBlocks`): LRU, or as was learned
-    young       released since the last step was planned, in the same three parts
 
-    release -> young -(a step is planned, a request freed, or the others are empty)-> blank | probation | lasting
-
-A step that releases and takes blocks for many rows takes none of what it releases itself. So it takes the same blocks
-whether its rows are planned one by one or at once, as long as older ones last.
+Blocks that were released since the last step was planned, or a request freed, are young: they are taken when no other
+is left. So a step that releases and takes blocks for many rows takes the same ones whether its rows are planned one by
+one or at once, as long as older ones last. What was learned tells no young blocks.
 
 Invariants (`check_invariants`):
 
@@ -32,15 +30,15 @@ from kvjax.core.eviction.lasting_blocks import LastingBlocks, LRUOrder
 from kvjax.core.eviction.learned_order import LearnedOrder
 from kvjax.core.eviction.learned_table import LearnedClass
 from kvjax.core.eviction.policy import EvictionPolicy
-from kvjax.core.eviction.queues import make_queues, remove_from, take_in_turn
+from kvjax.core.eviction.queues import make_queues, take_in_turn
 from kvjax.core.eviction.step_flow import StepFlow
-from kvjax.core.eviction.young_blocks import YoungBlocks
 from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.tables.small_arrays import count_true
 from kvjax.errors import InvariantError
 
 
 class ProbationPolicy(EvictionPolicy):
-    """Two `FreeKVCacheBlockQueue`s and `LastingBlocks`, and before them `YoungBlocks`."""
+    """Two `FreeKVCacheBlockQueue`s and `LastingBlocks`."""
 
     is_told_of_use: ClassVar[bool] = True
     knows_probation: ClassVar[bool] = True
@@ -49,7 +47,6 @@ class ProbationPolicy(EvictionPolicy):
     def __init__(self, index: HashedBlocks, lasting: LastingBlocks) -> None:
         super().__init__(index)
         self._blank, self._probation = make_queues(2, self.num_blocks)
-        self._young = YoungBlocks(self.num_blocks)
         self._set_lasting(lasting)
         self._num_free = self.num_blocks - 1
         self._on_probation = np.zeros(self.num_blocks, np.bool_)
@@ -58,8 +55,7 @@ class ProbationPolicy(EvictionPolicy):
     def _set_lasting(self, lasting: LastingBlocks) -> None:
         """Chooses the order of lasting blocks while there are none."""
         self._lasting = lasting
-        self._old: tuple[FreeKVCacheBlockQueue | LastingBlocks, ...] = (self._blank, self._probation, lasting)
-        self._queues: tuple[FreeKVCacheBlockQueue | LastingBlocks | YoungBlocks, ...] = (*self._old, self._young)
+        self._queues: tuple[FreeKVCacheBlockQueue | LastingBlocks, ...] = (self._blank, self._probation, lasting)
 
     @property
     def num_free(self) -> int:
@@ -68,83 +64,109 @@ class ProbationPolicy(EvictionPolicy):
 
     @property
     def _num_old(self) -> int:
-        return self._num_free - self._young.num_free_blocks
+        return self._num_free - self._blank.num_young - self._probation.num_young - self._lasting.num_young
 
     @property
     def joins_releases(self) -> bool:
-        """All join the tail of one queue."""
+        """All join the tails of queues."""
         return True
 
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
-        """From the heads of the queues, one after another."""
-        if 0 <= num_blocks <= self._blank.num_free_blocks:
-            self._num_free -= num_blocks
-            return self._blank.take(num_blocks)
-        self.check_available(num_blocks)
+        """From the heads of the queues, one after another, up to their young ones."""
+        if not 0 <= num_blocks <= self._blank.num_free_blocks - self._blank.num_young:
+            return self._take_in_turn(num_blocks)
         self._num_free -= num_blocks
-        ids = take_in_turn(self._old, num_blocks)
-        if ids.size < num_blocks:
-            self._join()
-            ids = np.concatenate((ids, take_in_turn(self._old, num_blocks - ids.size)))
+        return self._blank.take(num_blocks)
+
+    def _take_in_turn(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
+        """`take` of more than there is in the first queue."""
+        self.check_available(num_blocks)
+        if (num_old := self._num_old) < num_blocks:
+            ids = take_in_turn(self._queues, num_old)
+            self._let_age()
+            ids = np.concatenate((ids, take_in_turn(self._queues, num_blocks - num_old)))
+        else:
+            ids = take_in_turn(self._queues, num_blocks)
+        self._num_free -= num_blocks
         if self._knew_probation:
             self._on_probation[ids] = False
         return ids
 
     def take_one(self) -> int:
         """`take` of one block."""
-        if not self._blank.num_free_blocks:
+        if not self._blank.num_old:
             return int(self.take(1)[0])
         self._num_free -= 1
         return self._blank.popleft()
 
     def release(self, ids: np.ndarray) -> None:
-        """To the tail of the young ones."""
-        self._young.append_distinct(ids)
+        """To the tails of the queues."""
+        is_hashed = self.index.is_hashed[ids]
+        self.release_known(ids, is_hashed, count_true(is_hashed))
+
+    def release_known(self, ids: np.ndarray, is_hashed: np.ndarray, num_hashed: int) -> None:
+        """`release` of blocks that are known to be hashed or not."""
         self._num_free += ids.size
+        for queue, part in self._by_queue(ids, is_hashed, num_hashed):
+            queue.append_distinct(part)
+            queue.note_young(part.size)
 
     def release_few(self, ids: Sequence[int]) -> None:
         """`release` of a few blocks."""
-        self._young.append_distinct(np.array(ids, np.int64))
         self._num_free += len(ids)
+        is_hashed, on_probation = self.index.is_hashed.item, self._on_probation.item
+        parts: tuple[list[int], list[int], list[int]] = [], [], []
+        for block_id in ids:
+            parts[2 * is_hashed(block_id) - on_probation(block_id)].append(block_id)
+        for queue, part in zip(self._queues, parts, strict=True):
+            if part:
+                queue.append_few(part)
+                queue.note_young(len(part))
 
     def note_step_planned(self) -> None:
-        """The young ones join the others."""
+        """No block is young any more."""
         self._lasting.note_step_planned()
-        self._join()
+        self._let_age()
 
-    def _join(self) -> None:
-        """The young ones join the other queues in the order of their release."""
-        if self._young.num_free_blocks:
-            parts = self._parts(self._young.take_all())
-            for queue, ids in zip(self._old, parts, strict=True):
-                if ids.size:
-                    queue.append_distinct(ids)
+    def _let_age(self) -> None:
+        self._blank.num_young = self._probation.num_young = self._lasting.num_young = 0
 
-    def _parts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Those of int64[n] blocks that are blank, on probation, lasting."""
-        hashed = self.index.is_hashed[ids]
-        if not self._knew_probation:
-            none = ids[:0]
-            return (none, none, ids) if np.count_nonzero(hashed) == ids.size else (ids[~hashed], none, ids[hashed])
-        on_probation = self._on_probation[ids]
-        return ids[~hashed], ids[on_probation], ids[hashed & ~on_probation]
+    def _by_queue(
+        self, ids: np.ndarray, is_hashed: np.ndarray, num_hashed: int
+    ) -> list[tuple[FreeKVCacheBlockQueue | LastingBlocks, np.ndarray]]:
+        """The queues of int64[n] blocks, `num_hashed` of them hashed, each with the blocks of it; those with some."""
+        parts: list[tuple[FreeKVCacheBlockQueue | LastingBlocks, np.ndarray]] = []
+        if num_blank := ids.size - num_hashed:
+            blank, ids = _split(ids, is_hashed, num_blank)
+            parts.append((self._blank, blank))
+        if ids.size and self._knew_probation:
+            lasts = ~self._on_probation[ids]
+            if num_here := ids.size - count_true(lasts):
+                here, ids = _split(ids, lasts, num_here)
+                parts.append((self._probation, here))
+        if ids.size:
+            parts.append((self._lasting, ids))
+        return parts
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of their queues."""
         self._num_free -= ids.size
-        remove_from(self._queues[::-1], ids)
+        is_hashed = self.index.is_hashed[ids]
+        for queue, part in self._by_queue(ids, is_hashed, count_true(is_hashed)):
+            queue.remove_distinct(part)
 
     def order(self) -> np.ndarray:  # int32[num_free]
-        """The queues one after another, of the young ones part by part."""
-        blank, probation, lasting = self._parts(self._young.get_all_free_blocks())
-        order = self._lasting.order_before(lasting)
-        num_old = self._lasting.num_free_blocks
-        old = (self._blank.get_all_free_blocks(), self._probation.get_all_free_blocks(), order[:num_old])
-        return np.concatenate((*old, blank, probation, order[num_old:])).astype(np.int32)
+        """The queues one after another, then their young ones."""
+        queued = [queue.get_all_free_blocks() for queue in self._queues]
+        num_old = [queue.num_free_blocks - queue.num_young for queue in self._queues]
+        pairs = list(zip(queued, num_old, strict=True))
+        parts = *(ids[:old] for ids, old in pairs), *(ids[old:] for ids, old in pairs)
+        return np.concatenate(parts).astype(np.int32)
 
     def bulk_equivalent(self, flow: StepFlow) -> int:
-        """Rows that older blocks suffice for: what a step releases is young."""
-        return flow.rows_within(self._num_old)
+        """Rows that older blocks suffice for: what a step releases is young. Where that is not told, none may."""
+        length = flow.rows_within(self._num_old)
+        return length if self._lasting.tells_young else min(length, flow.rows_before(flow.released()[1]))
 
     def note_probation(self, ids: np.ndarray) -> None:
         """Where they go when they are released."""
@@ -157,7 +179,8 @@ class ProbationPolicy(EvictionPolicy):
 
     def note_hit(self, ids: np.ndarray) -> None:
         """They are on probation no more."""
-        self._on_probation[ids] = False
+        if self._knew_probation:
+            self._on_probation[ids] = False
         self._lasting.note_use(ids)
 
     def note_evicted(self, ids: np.ndarray, hashes: list[BlockHash]) -> None:
@@ -165,27 +188,30 @@ class ProbationPolicy(EvictionPolicy):
         self._lasting.note_eviction(ids, hashes)
 
     def note_lasting(self, ids: np.ndarray) -> None:
-        """Free ones leave the queue of probation for the lasting, where they count as used now."""
+        """Free ones leave the queue of probation for the lasting, where they count as used now; none is young then."""
         self._on_probation[ids] = False
-        self._lasting.note_kept(ids[self._lasting.contains_n(ids)])
-        free = ids[self._probation.contains_n(ids)]
-        self._probation.remove_n(free)
-        self._lasting.append_distinct(free)
+        lasted, free = ids[self._lasting.contains_n(ids)], ids[self._probation.contains_n(ids)]
+        if lasted.size or free.size:
+            self._let_age()
+            self._lasting.note_kept(lasted)
+            self._probation.remove_distinct(free)
+            self._lasting.append_distinct(free)
 
     def note_forgotten(self, ids: np.ndarray) -> None:
-        """Free ones join the blank queue; young ones will."""
+        """Free ones join the blank queue; if there are any, no block is young then."""
         self._on_probation[ids] = False
-        free = ids[self._probation.contains_n(ids) | self._lasting.contains_n(ids)]
-        remove_from(self._old, free)
+        lasted, free = ids[self._lasting.contains_n(ids)], ids[self._probation.contains_n(ids)]
+        self._lasting.remove_distinct(lasted)
+        self._probation.remove_distinct(free)
         self._lasting.note_forgotten(ids)
-        self._blank.append_distinct(free)
+        if lasted.size or free.size:
+            self._let_age()
+            self._blank.append_distinct(np.concatenate((lasted, free)))
 
     def state(self) -> tuple[Any, ...]:
-        """Lengths of the queues, the blocks on probation, the young ones in order, and the lasting ones' state."""
-        lengths = tuple(queue.num_free_blocks for queue in self._queues)
-        on_probation = tuple(np.flatnonzero(self._on_probation).tolist())
-        young = tuple(self._young.get_all_free_blocks().tolist())
-        return lengths, on_probation, young, self._lasting.state()
+        """Lengths of the queues, the blocks on probation, and the lasting ones' state."""
+        lengths = tuple((queue.num_free_blocks, queue.num_young) for queue in self._queues)
+        return lengths, tuple(np.flatnonzero(self._on_probation).tolist()), self._lasting.state()
 
     def check_invariants(self) -> None:
         """Checks L1 to L3, and the queues."""
@@ -247,3 +273,10 @@ class LearnedPolicy(ProbationPolicy):
     def describe(self) -> str:
         """A line for each class."""
         return "".join(f"\n  {each.describe()}" for each in self.learned())
+
+
+def _split(ids: np.ndarray, flags: np.ndarray, num_unset: int) -> tuple[np.ndarray, np.ndarray]:
+    """Those of int64[n] blocks whose flag is not set, so many, and the others; views if those come first."""
+    if flags.tobytes().find(0, num_unset) < 0:
+        return ids[:num_unset], ids[num_unset:]
+    return ids[~flags], ids[flags]

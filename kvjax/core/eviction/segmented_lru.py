@@ -28,7 +28,7 @@ import numpy as np
 
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.policy import EvictionPolicy
-from kvjax.core.eviction.queues import make_queues, remove_from, take_in_turn
+from kvjax.core.eviction.queues import make_queues, take_in_turn
 from kvjax.core.eviction.step_flow import StepFlow
 from kvjax.errors import InvariantError
 
@@ -84,7 +84,8 @@ class SegmentedLRUPolicy(EvictionPolicy):
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of their queues."""
-        remove_from(self._queues, ids)
+        for queue in self._queues:
+            queue.remove_distinct(ids[queue.contains_n(ids)])
 
     def order(self) -> np.ndarray:  # int32[num_free]
         """The queues one after another."""

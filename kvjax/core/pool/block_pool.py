@@ -228,7 +228,7 @@ class BlockPool:
         is_last_reference = np.count_nonzero(counts == 1) == len(ids)
         if is_last_reference and self.eviction_policy.try_release(ids):
             self.ref_count[ids] = 0
-            self._count_freed(ids)
+            self._note_freed(ids, count_true(self.is_hashed[ids]))
         else:
             self._free_shared(without_null(ids))
 
@@ -238,9 +238,8 @@ class BlockPool:
         So a block with one reference is listed once.
         """
         if ids.size and largest(self.ref_count[ids]) == 1:
-            self.eviction_policy.release(ids)
             self.ref_count[ids] = 0
-            self._count_freed(ids)
+            self._release(ids)
         else:
             self._free_shared(ids)
 
@@ -274,12 +273,17 @@ class BlockPool:
             )
         self.ref_count[distinct] = counts
         freed = distinct[counts == 0]
-        self.eviction_policy.release(freed)
-        self._count_freed(freed)
+        self._release(freed)
 
-    def _count_freed(self, ids: np.ndarray) -> None:
-        if self.prefix_index.num_hashed:
-            self.num_cached_free_blocks += count_true(self.is_hashed[ids])
+    def _release(self, ids: np.ndarray) -> None:
+        """Gives int64[n] distinct blocks without references to the policy."""
+        is_hashed = self.is_hashed[ids]
+        num_hashed = count_true(is_hashed)
+        self.eviction_policy.release_known(ids, is_hashed, num_hashed)
+        self._note_freed(ids, num_hashed)
+
+    def _note_freed(self, ids: np.ndarray, num_hashed: int) -> None:
+        self.num_cached_free_blocks += num_hashed
         if self.tier_link is not None:
             self.tier_link.last_used[ids] = self.tier_link.clock
 

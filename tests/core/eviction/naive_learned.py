@@ -232,13 +232,15 @@ class NaiveLearned(NaiveProbationLRU):
 
     @property
     def num_free(self) -> int:
-        return len(self.blank) + len(self.probation) + len(self.lasting) + len(self.young)
+        return len(self.blank) + len(self.probation) + len(self.lasting)
 
     def take_one(self) -> int:
-        if not (self.blank or self.probation or self.lasting):
-            self.join()
-        if self.blank or self.probation or not self.lasting:
-            block = (self.blank or self.probation).pop(0)
+        old = [block for block in self.blank + self.probation if block not in self.young]
+        if old or not self.lasting:
+            block = (old or self.blank or self.probation)[0]
+            if not old:
+                self.young.clear()
+            self.remove(block)
         else:
             self.name_victims(1)
             block = self.victims.pop(0)
@@ -260,14 +262,12 @@ class NaiveLearned(NaiveProbationLRU):
             self.learn()
         wanted, self.num_taken = min(self.num_taken, len(self.lasting) // 32), 0
         self.name_victims(wanted)
-        self.join()
+        self.young.clear()
 
-    def join(self) -> None:
-        young, self.young = self.young, []
-        lasting = [block for block in young if self.queue_of(block) is self.lasting]
-        for block in young:
-            if block not in lasting:
-                self.queue_of(block).append(block)
+    def release(self, blocks: list[int]) -> None:
+        """What is lasting comes in as one release."""
+        lasting = [block for block in blocks if self.queue_of(block) is self.lasting]
+        super().release([block for block in blocks if block not in lasting])
         self.append(lasting)
 
     def remove(self, block: int) -> None:
@@ -282,10 +282,13 @@ class NaiveLearned(NaiveProbationLRU):
     def kept(self, blocks: list[int]) -> None:
         self.on_probation.difference_update(blocks)
         free = [block for block in blocks if block in self.probation]
+        if free or any(block in self.lasting for block in blocks):
+            self.young.clear()
         self.probation = [block for block in self.probation if block not in free]
         self.append(free)
 
-    def forgotten(self, block: int) -> None:
-        super().forgotten(block)
-        if (run := self.run_of.pop(block, None)) is not None:
-            self.shrink(run, [block])
+    def all_forgotten(self, blocks: list[int]) -> None:
+        super().all_forgotten(blocks)
+        for block in blocks:
+            if (run := self.run_of.pop(block, None)) is not None:
+                self.shrink(run, [block])

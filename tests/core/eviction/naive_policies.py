@@ -43,6 +43,10 @@ class NaivePolicy:
     def hit(self, block: int) -> None:
         pass
 
+    def all_forgotten(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.forgotten(block)
+
     def forgotten(self, block: int) -> None:
         pass
 
@@ -68,7 +72,7 @@ class NaiveProbationLRU(NaivePolicy):
         super().__init__(num_blocks)
         self.probation: list[int] = []
         self.lasting: list[int] = []
-        self.young: list[int] = []
+        self.young: set[int] = set()
         self.on_probation: set[int] = set()
 
     def queue_of(self, block: int) -> list[int]:
@@ -77,29 +81,29 @@ class NaiveProbationLRU(NaivePolicy):
         return self.probation if block in self.on_probation else self.lasting
 
     def order(self) -> list[int]:
-        queues = (self.blank, self.probation, self.lasting)
-        young = [block for queue in queues for block in self.young if self.queue_of(block) is queue]
-        return [*self.blank, *self.probation, *self.lasting, *young]
+        blocks = [*self.blank, *self.probation, *self.lasting]
+        return sorted(blocks, key=self.young.__contains__)
 
     def take_one(self) -> int:
-        if not (self.blank or self.probation or self.lasting):
-            self.step_planned()
-        block = (self.blank or self.probation or self.lasting).pop(0)
+        block = self.order()[0]
+        if block in self.young:
+            self.young.clear()
+        self.remove(block)
         self.on_probation.discard(block)
         return block
 
     def release_one(self, block: int) -> None:
-        self.young.append(block)
+        self.queue_of(block).append(block)
+        self.young.add(block)
 
     def step_planned(self) -> None:
-        for block in self.young:
-            self.queue_of(block).append(block)
-        self.young = []
+        self.young.clear()
 
     def remove(self, block: int) -> None:
-        for queue in (self.blank, self.probation, self.lasting, self.young):
+        for queue in (self.blank, self.probation, self.lasting):
             if block in queue:
                 queue.remove(block)
+        self.young.discard(block)
 
     def hit(self, block: int) -> None:
         self.on_probation.discard(block)
@@ -112,12 +116,16 @@ class NaiveProbationLRU(NaivePolicy):
         self.on_probation.difference_update(blocks)
         lasted = [block for block in blocks if block in self.lasting]
         for block in lasted + [block for block in blocks if block in self.probation]:
+            self.young.clear()
             self.remove(block)
             self.lasting.append(block)
 
-    def forgotten(self, block: int) -> None:
-        self.on_probation.discard(block)
-        if block in self.probation + self.lasting:
+    def all_forgotten(self, blocks: list[int]) -> None:
+        """Those that lasted go first."""
+        self.on_probation.difference_update(blocks)
+        lasted = [block for block in blocks if block in self.lasting]
+        for block in lasted + [block for block in blocks if block in self.probation]:
+            self.young.clear()
             self.remove(block)
             self.blank.append(block)
 

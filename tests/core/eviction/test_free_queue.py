@@ -105,6 +105,27 @@ def test_agrees_with_a_list(num_blocks: int, seed: int) -> None:
         assert queue.contains_n(np.arange(num_blocks)).tolist() == [b in model for b in range(num_blocks)]
 
 
+@pytest.mark.parametrize("num_blocks", [2, 5, 16])
+def test_young_blocks_are_counted_wherever_they_leave_from(num_blocks: int) -> None:
+    """Old ones are popped, any are removed, young ones are appended, and age; over ends of the ring and compactions."""
+    rng = random.Random(num_blocks)
+    queue, old, young = FreeKVCacheBlockQueue(num_blocks), list(range(num_blocks)), list[int]()
+    for _ in range(600):
+        if rng.random() < 0.1:
+            old, young, queue.num_young = old + young, [], 0
+        count = rng.randint(0, len(old) // 2)
+        assert queue.popleft_n(count).tolist() == old[:count]
+        removed = [block for block in [*old[count:], *young] if rng.random() < 0.3]
+        queue.remove_distinct(np.array(removed, np.int64))
+        old, young = ([b for b in each if b not in removed] for each in (old[count:], young))
+        given = [block for block in range(num_blocks) if block not in old + young and rng.random() < 0.5]
+        queue.append_distinct(np.array(given, np.int64))
+        queue.note_young(len(given))
+        young += given
+        assert contents(queue) == old + young
+        assert (queue.num_old, queue.num_young) == (len(old), len(young))
+
+
 @pytest.mark.parametrize("scalar", [True, False])
 def test_compaction_keeps_order_and_size(scalar: bool) -> None:
     """Each round leaves a tombstone and never pops, so the two cells a block run out every few rounds."""
@@ -216,6 +237,7 @@ def test_a_refused_call_changes_nothing(call, message: str) -> None:
         (lambda q: q._position.__setitem__(2, 0), "Q1"),
         (lambda q: setattr(q, "num_free_blocks", 3), "Q2"),
         (lambda q: setattr(q, "_tail", q._tail + 20), "Q2"),
+        (lambda q: setattr(q, "num_young", 2), "Q3"),
     ],
 )
 def test_the_checker_sees_a_broken_queue(corrupt, law: str) -> None:

@@ -163,10 +163,8 @@ class Life:
         self.forget([block for block in blocks if block in self.naive.hashed])
 
     def forget(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.naive.hashed.discard(block)
-        for block in blocks:
-            self.naive.forgotten(block)
+        self.naive.hashed.difference_update(blocks)
+        self.naive.all_forgotten(blocks)
 
     def reset(self) -> None:
         assert self.pool.reset_prefix_cache() == (not self.held())
