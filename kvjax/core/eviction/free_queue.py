@@ -14,8 +14,8 @@ whose block is in another cell is a tombstone. Removal forgets the position and 
 The ring has two cells a block: when an insertion finds no room, more than half of the cells are tombstones, and the
 compaction that follows is paid for by their removals. All costs are O(blocks given), amortised.
 
-An owner may mark the blocks that it appends as young (`note_young`), until it sets `num_young` to 0. They are the last
-ones of the queue, from the cursor `_first_young` on; while there are any it appends young ones only.
+An owner may append blocks as young ones, which they are until it sets `num_young` to 0. They are the last ones of the
+queue, from the cursor `_first_young` on; while there are any it appends young ones only.
 
 Invariants (`check_invariants`):
 
@@ -197,17 +197,23 @@ class FreeKVCacheBlockQueue:
             raise BlockStateError(f"expected a block outside the free queue, got {block_id}, which is in it")
         self.append_few((block_id,))
 
-    def append_few(self, block_ids: Sequence[int]) -> None:
+    def append_few(self, block_ids: Sequence[int], are_young: bool = False) -> None:
         """`append_n` of a few blocks that are known to be distinct and not queued, without the cost of arrays."""
-        self._make_room(len(block_ids))
-        ring, position, tail = self._ring, self._position, self._tail
-        for block_id in block_ids:
-            cell = tail % ring.size
+        count, length = len(block_ids), self._ring.size
+        if self._tail - self._head + count > length:
+            self._make_room(count)
+        ring, position = self._ring, self._position
+        for cell, block_id in enumerate(block_ids, self._tail % length):
+            if cell >= length:
+                cell -= length
             ring[cell] = block_id
             position[block_id] = cell
-            tail += 1
-        self._tail = tail
-        self.num_free_blocks += len(block_ids)
+        if are_young:
+            if not self.num_young:
+                self._first_young = self._tail
+            self.num_young += count
+        self._tail += count
+        self.num_free_blocks += count
 
     def append_n(self, block_ids: npt.ArrayLike) -> None:
         """Puts distinct blocks at the tail, in the order given: the last one is handed out last.
@@ -216,8 +222,11 @@ class FreeKVCacheBlockQueue:
             BlockStateError: a block is queued already or given twice. The queue is unchanged.
         """
         ids = self._absent_ids(block_ids)
-        if not self.append_absent(ids):
+        self._make_room(ids.size)
+        if not self._place(ids, self._tail):
             raise BlockStateError(f"expected distinct blocks, got {_first_repeated(ids)} twice")
+        self._tail += ids.size
+        self.num_free_blocks += ids.size
 
     def prepend_n(self, block_ids: npt.ArrayLike) -> None:
         """Puts distinct blocks at the head, in the order given: the first one is handed out first.
@@ -229,16 +238,7 @@ class FreeKVCacheBlockQueue:
         if not self.prepend_absent(ids):
             raise BlockStateError(f"expected distinct blocks, got {_first_repeated(ids)} twice")
 
-    def append_absent(self, ids: np.ndarray) -> bool:
-        """`append_n` of blocks (int64[n]) that are known not to be queued; False, and no change, if one repeats."""
-        self._make_room(len(ids))
-        if not self._place(ids, self._tail):
-            return False
-        self._tail += len(ids)
-        self.num_free_blocks += len(ids)
-        return True
-
-    def append_distinct(self, ids: np.ndarray) -> None:
+    def append_distinct(self, ids: np.ndarray, are_young: bool = False) -> None:
         """`append_n` of blocks (int64[n]) that are known to be distinct and not queued."""
         count, length = ids.size, self._ring.size
         if self._tail - self._head + count > length:
@@ -251,14 +251,12 @@ class FreeKVCacheBlockQueue:
         else:
             self._position[ids] = self._read(self._cells, first, count)
             self._write(first, ids)
+        if are_young:
+            if not self.num_young:
+                self._first_young = self._tail
+            self.num_young += count
         self._tail += count
         self.num_free_blocks += count
-
-    def note_young(self, count: int) -> None:
-        """Marks the `count` blocks that were appended last as young."""
-        if not self.num_young:
-            self._first_young = self._tail - count
-        self.num_young += count
 
     def prepend_absent(self, ids: np.ndarray) -> bool:
         """`prepend_n` of blocks (int64[n]) that are known not to be queued; False, and no change, if one repeats."""

@@ -26,14 +26,11 @@ class LastingBlocks(Protocol):
     def tells_young(self) -> bool:
         """Whether young blocks are counted, and come last."""
 
-    def append_distinct(self, ids: np.ndarray) -> None:
-        """Adds blocks that became free, each request's last one first."""
+    def append_distinct(self, ids: np.ndarray, are_young: bool = False) -> None:
+        """Adds blocks that became free, each request's last one first; young ones age when `num_young` is set to 0."""
 
-    def append_few(self, block_ids: Sequence[int]) -> None:
+    def append_few(self, block_ids: Sequence[int], are_young: bool = False) -> None:
         """`append_distinct` of a few blocks."""
-
-    def note_young(self, count: int) -> None:
-        """The blocks that were added last, so many, are young until `num_young` is set to 0."""
 
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """Removes the next ones of the order; there are as many."""
@@ -46,9 +43,6 @@ class LastingBlocks(Protocol):
 
     def get_all_free_blocks(self) -> np.ndarray:  # integer[num_free_blocks]
         """The blocks in order."""
-
-    def note_admission(self) -> None:
-        """A request is admitted."""
 
     def note_kept(self, ids: np.ndarray) -> None:
         """Blocks that are here are needed where a request just ended."""
@@ -83,9 +77,6 @@ class LRUOrder(FreeKVCacheBlockQueue):
     def tells_young(self) -> bool:
         """They are those at the tail."""
         return True
-
-    def note_admission(self) -> None:
-        """Changes nothing."""
 
     def note_kept(self, ids: np.ndarray) -> None:
         """They go to the tail."""

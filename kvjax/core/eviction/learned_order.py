@@ -46,19 +46,16 @@ class LearnedOrder:
         self._evicted: list[np.ndarray] = []  # runs of evicted blocks, since a step was planned
         self._evicted_hashes: list[BlockHash] = []
 
-    def append_distinct(self, ids: np.ndarray) -> None:
-        """Adds blocks that became free, each request's last one first."""
+    def append_distinct(self, ids: np.ndarray, are_young: bool = False) -> None:
+        """Adds blocks that became free, each request's last one first, young or not."""
         if ids.size:
             self._is_here[ids] = True
             self.num_free_blocks += ids.size
             self._pending.append((False, self._now, ids.copy()))
 
-    def append_few(self, block_ids: Sequence[int]) -> None:
+    def append_few(self, block_ids: Sequence[int], are_young: bool = False) -> None:
         """`append_distinct` of a few blocks."""
         self.append_distinct(np.array(block_ids, np.int64))
-
-    def note_young(self, count: int) -> None:
-        """Changes nothing: what is worth least goes first, whenever it was released."""
 
     @property
     def tells_young(self) -> bool:

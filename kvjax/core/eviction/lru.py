@@ -47,22 +47,21 @@ class LRUPolicy(EvictionPolicy):
 
     def release(self, ids: np.ndarray) -> None:
         """To the tail; with `uncached_first` unhashed blocks to the head, the first given first."""
+        self.release_known(ids, self.index.is_hashed[ids])
+
+    def release_known(self, ids: np.ndarray, is_hashed: np.ndarray) -> None:
+        """`release` of blocks that are known to be hashed or not."""
         if self.uncached_first:
-            hashed = self.index.is_hashed[ids]
-            self.queue.prepend_absent(ids[~hashed])
-            ids = ids[hashed]
+            self.queue.prepend_absent(ids[~is_hashed])
+            ids = ids[is_hashed]
         self.queue.append_distinct(ids)
 
-    def release_few(self, ids: Sequence[int]) -> None:
+    def release_few(self, ids: Sequence[int], num_hashed: int) -> None:
         """`release` of a few blocks."""
         if self.uncached_first:
             self.release(np.array(ids, np.int64))
         else:
             self.queue.append_few(ids)
-
-    def try_release(self, ids: np.ndarray) -> bool:
-        """The queue sees a repeated block while it writes."""
-        return not self.uncached_first and self.queue.append_absent(ids)
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of the queue."""

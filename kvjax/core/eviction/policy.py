@@ -29,8 +29,8 @@ from kvjax.errors import OutOfBlocksError
 class EvictionPolicy(abc.ABC):
     """The free blocks of one pool in eviction order. Owned by the pool; not thread-safe.
 
-    Everything is said in bulk. `joins_releases`, `take_one`, `release_known`, `release_few` and `try_release` exist for
-    speed: their defaults are right.
+    Everything is said in bulk. `joins_releases`, `take_one`, `release_known` and `release_few` exist for speed: their
+    defaults are right.
     """
 
     is_told_of_use: ClassVar[bool] = False  # whether the pool calls `note_registered`, `note_hit` and `note_forgotten`
@@ -39,11 +39,6 @@ class EvictionPolicy(abc.ABC):
 
     def __init__(self, index: HashedBlocks) -> None:
         self.index = index  # who has which hash; `index.is_hashed` is bool[num_blocks]
-
-    @property
-    def is_told_of_contents(self) -> bool:
-        """Whether the pool calls `note_registered`."""
-        return self.is_told_of_use and self.is_told_of_registrations
 
     @property
     def num_blocks(self) -> int:
@@ -152,17 +147,13 @@ class EvictionPolicy(abc.ABC):
         """`take` of one block."""
         return int(self.take(1)[0])
 
-    def release_known(self, ids: np.ndarray, is_hashed: np.ndarray, num_hashed: int) -> None:
-        """`release` where it is known which (bool[n]) and how many of the blocks are hashed."""
+    def release_known(self, ids: np.ndarray, is_hashed: np.ndarray) -> None:
+        """`release` where it is known which of the blocks are hashed: bool[n]."""
         self.release(ids)
 
-    def release_few(self, ids: Sequence[int]) -> None:
-        """`release` of a few blocks, without the cost of arrays."""
+    def release_few(self, ids: Sequence[int], num_hashed: int) -> None:
+        """`release` of a few blocks, `num_hashed` of them hashed, without the cost of arrays."""
         self.release(np.array(ids, np.int64))
-
-    def try_release(self, ids: np.ndarray) -> bool:
-        """`release` where it is cheap to tell that no block repeats; else False, and nothing is changed."""
-        return False
 
     def check_available(self, num_blocks: int) -> None:
         """Raises as `take` does."""

@@ -30,11 +30,12 @@ from kvjax.core.eviction.lasting_blocks import LastingBlocks, LRUOrder
 from kvjax.core.eviction.learned_order import LearnedOrder
 from kvjax.core.eviction.learned_table import LearnedClass
 from kvjax.core.eviction.policy import EvictionPolicy
-from kvjax.core.eviction.queues import make_queues, take_in_turn
+from kvjax.core.eviction.queues import NO_IDS, make_queues, take_in_turn
 from kvjax.core.eviction.step_flow import StepFlow
 from kvjax.core.hashing.block_hash import BlockHash
-from kvjax.core.tables.small_arrays import count_true
 from kvjax.errors import InvariantError
+
+FEW = 2  # blocks of one queue: mostly a request has one that is not full
 
 
 class ProbationPolicy(EvictionPolicy):
@@ -94,34 +95,43 @@ class ProbationPolicy(EvictionPolicy):
 
     def take_one(self) -> int:
         """`take` of one block."""
-        if not self._blank.num_old:
-            return int(self.take(1)[0])
+        blank = self._blank
+        if blank.num_free_blocks == blank.num_young:
+            return int(self._take_in_turn(1)[0])
         self._num_free -= 1
-        return self._blank.popleft()
+        return blank.popleft()
 
     def release(self, ids: np.ndarray) -> None:
         """To the tails of the queues."""
-        is_hashed = self.index.is_hashed[ids]
-        self.release_known(ids, is_hashed, count_true(is_hashed))
+        self.release_known(ids, self.index.is_hashed[ids])
 
-    def release_known(self, ids: np.ndarray, is_hashed: np.ndarray, num_hashed: int) -> None:
+    def release_known(self, ids: np.ndarray, is_hashed: np.ndarray) -> None:
         """`release` of blocks that are known to be hashed or not."""
         self._num_free += ids.size
-        for queue, part in self._by_queue(ids, is_hashed, num_hashed):
-            queue.append_distinct(part)
-            queue.note_young(part.size)
+        blank, probation, lasting = self._parts(ids, is_hashed)
+        if 0 < blank.size <= FEW:
+            self._blank.append_few(blank.tolist(), are_young=True)
+        elif blank.size:
+            self._blank.append_distinct(blank, are_young=True)
+        if probation.size:
+            self._probation.append_distinct(probation, are_young=True)
+        if lasting.size:
+            self._lasting.append_distinct(lasting, are_young=True)
 
-    def release_few(self, ids: Sequence[int]) -> None:
+    def release_few(self, ids: Sequence[int], num_hashed: int) -> None:
         """`release` of a few blocks."""
         self._num_free += len(ids)
-        is_hashed, on_probation = self.index.is_hashed.item, self._on_probation.item
-        parts: tuple[list[int], list[int], list[int]] = [], [], []
-        for block_id in ids:
-            parts[2 * is_hashed(block_id) - on_probation(block_id)].append(block_id)
-        for queue, part in zip(self._queues, parts, strict=True):
-            if part:
-                queue.append_few(part)
-                queue.note_young(len(part))
+        if num_hashed < len(ids):
+            is_hashed = self.index.is_hashed.item
+            blank = [block_id for block_id in ids if not is_hashed(block_id)] if num_hashed else ids
+            ids = [block_id for block_id in ids if is_hashed(block_id)] if num_hashed else ()
+            self._blank.append_few(blank, are_young=True)
+        if self._knew_probation and num_hashed:
+            is_here = self._on_probation.item
+            self._probation.append_few([block_id for block_id in ids if is_here(block_id)], are_young=True)
+            ids = [block_id for block_id in ids if not is_here(block_id)]
+        if ids:
+            self._lasting.append_few(ids, are_young=True)
 
     def note_step_planned(self) -> None:
         """No block is young any more."""
@@ -131,29 +141,19 @@ class ProbationPolicy(EvictionPolicy):
     def _let_age(self) -> None:
         self._blank.num_young = self._probation.num_young = self._lasting.num_young = 0
 
-    def _by_queue(
-        self, ids: np.ndarray, is_hashed: np.ndarray, num_hashed: int
-    ) -> list[tuple[FreeKVCacheBlockQueue | LastingBlocks, np.ndarray]]:
-        """The queues of int64[n] blocks, `num_hashed` of them hashed, each with the blocks of it; those with some."""
-        parts: list[tuple[FreeKVCacheBlockQueue | LastingBlocks, np.ndarray]] = []
-        if num_blank := ids.size - num_hashed:
-            blank, ids = _split(ids, is_hashed, num_blank)
-            parts.append((self._blank, blank))
-        if ids.size and self._knew_probation:
-            lasts = ~self._on_probation[ids]
-            if num_here := ids.size - count_true(lasts):
-                here, ids = _split(ids, lasts, num_here)
-                parts.append((self._probation, here))
-        if ids.size:
-            parts.append((self._lasting, ids))
-        return parts
+    def _parts(self, ids: np.ndarray, is_hashed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Those of int64[n] blocks that are blank, on probation, lasting."""
+        blank, hashed = _split(ids, is_hashed)
+        if not self._knew_probation:
+            return blank, NO_IDS, hashed
+        return blank, *_split(hashed, ~self._on_probation[hashed])
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of their queues."""
         self._num_free -= ids.size
-        is_hashed = self.index.is_hashed[ids]
-        for queue, part in self._by_queue(ids, is_hashed, count_true(is_hashed)):
-            queue.remove_distinct(part)
+        for queue, part in zip(self._queues, self._parts(ids, self.index.is_hashed[ids]), strict=True):
+            if part.size:
+                queue.remove_distinct(part)
 
     def order(self) -> np.ndarray:  # int32[num_free]
         """The queues one after another, then their young ones."""
@@ -172,10 +172,6 @@ class ProbationPolicy(EvictionPolicy):
         """Where they go when they are released."""
         self._on_probation[ids] = True
         self._knew_probation = True
-
-    def note_admission(self) -> None:
-        """The lasting ones' clock goes on."""
-        self._lasting.note_admission()
 
     def note_hit(self, ids: np.ndarray) -> None:
         """They are on probation no more."""
@@ -261,6 +257,11 @@ class LearnedPolicy(ProbationPolicy):
         self._learned: LearnedOrder | None = LearnedOrder(index, max_ghosts, learn_every)
         super().__init__(index, self._learned)
 
+    def note_admission(self) -> None:
+        """The clock goes on."""
+        if self._learned is not None:
+            self._learned.note_admission()
+
     def note_checkpoints(self) -> None:
         """Lasting blocks go by LRU."""
         self._learned = None
@@ -275,8 +276,11 @@ class LearnedPolicy(ProbationPolicy):
         return "".join(f"\n  {each.describe()}" for each in self.learned())
 
 
-def _split(ids: np.ndarray, flags: np.ndarray, num_unset: int) -> tuple[np.ndarray, np.ndarray]:
-    """Those of int64[n] blocks whose flag is not set, so many, and the others; views if those come first."""
-    if flags.tobytes().find(0, num_unset) < 0:
+def _split(ids: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Those of int64[n] blocks whose flag is not set, and the others; views if the first ones come first."""
+    as_bytes = flags.tobytes()
+    if (num_unset := as_bytes.find(1)) < 0:
+        return ids, NO_IDS
+    if as_bytes.find(0, num_unset) < 0:
         return ids[:num_unset], ids[num_unset:]
     return ids[~flags], ids[flags]

@@ -36,4 +36,4 @@ def take_in_turn(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], num_bl
     return np.concatenate(parts) if parts else NO_IDS
 
 
-__all__ = ["make_queues", "take_in_turn"]
+__all__ = ["NO_IDS", "make_queues", "take_in_turn"]

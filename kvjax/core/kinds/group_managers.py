@@ -63,6 +63,7 @@ class GroupManagers:
         self.drops_last_block = self._find_eagle_managers(kv_cache_config, use_eagle)  # per manager
         self.cacheable = tuple(manager for manager in self.managers if manager.is_prefix_cacheable)
         self.releasing = tuple(manager for manager in self.managers if manager.frees_skipped_blocks)
+        self.has_tier = pools[0].tier_link is not None  # whether blocks can lie beyond the pools
         self.reads_encoder = any(manager.reads_encoder for manager in self.managers)
         self.alignment = lcm(*(manager.block_size for manager in self.cacheable))  # tokens: hits are multiples of it
         # Where no group needs a block at every length, a hit rests on its last one: something of it is cached.
@@ -185,11 +186,6 @@ class GroupManagers:
     def frees_skipped_blocks(self) -> bool:
         """Whether any group releases blocks before its request ends."""
         return bool(self.releasing)
-
-    @property
-    def has_tier(self) -> bool:
-        """Whether blocks can lie beyond the pools."""
-        return self.pools[0].tier_link is not None
 
     @property
     def cacheable_lookups(self) -> list[tuple[SingleTypeKVCacheManager, bool]]:

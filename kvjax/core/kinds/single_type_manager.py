@@ -128,6 +128,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         )
         # Leading columns that are never released before the request ends.
         self.num_kept_columns = cdiv(kv_cache_spec.num_sink_tokens, self.block_size)
+        self._has_gaps = not self.has_stable_positions or self.num_kept_columns > 0  # whether there are nulls between
         self._first_discarded = cdiv(self.num_kept_columns, DISCARD_ENTRIES) * DISCARD_ENTRIES
         self.max_columns = cdiv(settings.max_model_len, self.block_size) + max(self.num_tail_columns - 1, 0)
         self._table = RowTable(len(group_ids), 0, self.max_columns)
@@ -139,9 +140,8 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
         self.checkpoints: CheckpointColumns | None = None  # None: every block is registered
         self.computed_blocks: ComputedBlocks | None = None  # is told of all, where someone asks why lookups miss
-        self.reserved_block_ids = take_reserved_blocks(
-            kv_cache_spec, block_pool, group_ids, self.block_size
-        )  # int32[G, k] held for good outside the tables
+        # int32[G, k] held for good outside the tables
+        self.reserved_block_ids = take_reserved_blocks(kv_cache_spec, block_pool, group_ids, self.block_size)
 
     # What a family decides: the layout of tables.
 
@@ -301,12 +301,13 @@ class SingleTypeKVCacheManager(abc.ABC):
         entries = self._table.entries[:, row, start:end]
         if end - start <= FEW_COLUMNS:
             for of_group in entries.tolist():
-                self.block_pool.free_few([block_id for block_id in reversed(of_group) if block_id])
+                of_group.reverse()
+                self.block_pool.free_few(list(filter(None, of_group)) if self._has_gaps else of_group)
             entries.fill(0)
             return
         ids = entries[:, ::-1].astype(np.int64)
         entries.fill(0)
-        if not self.has_stable_positions or self.num_kept_columns:
+        if self._has_gaps:
             ids = ids[:, ids[0] != 0]  # groups have their nulls in the same columns
         self.block_pool.free_groups(ids)
 
@@ -407,12 +408,11 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def row_idle_until(self, row: int) -> int:
         """Slots up to which a step of the row neither allocates, registers nor releases in these groups."""
-        size = self.block_size
         idle = self.held_slots(row)
         if self.frees_skipped_blocks:
             idle = min(idle, self.tokens_until_release(self.first_live.item(row)))
         if self.enable_caching:
-            idle = min(idle, (self.num_cached_blocks.item(row) + 1) * size - 1)
+            idle = min(idle, (self.num_cached_blocks.item(row) + 1) * self.block_size - 1)
         return idle
 
     # Many rows.

@@ -398,7 +398,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             UnknownRequestError: the manager does not hold the request (it was freed before, for example).
         """
         row = self.row_blocks.row_of(request)
-        self.row_blocks.keep_ends(request, row)
+        if self.groups.on_probation:
+            self.row_blocks.keep_ends(request, row)
         self.row_blocks.free(row)
         self.request_table.release(request)
         self._note_step_planned()

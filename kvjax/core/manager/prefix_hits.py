@@ -72,7 +72,7 @@ class PrefixHits:
             return self._groups.no_blocks, 0
         found = FoundHit(request.block_hashes, num_tokens, self._groups.num_losses)
         for ids in hits:  # which an admission takes at their word
-            ids.flags.writeable = False
+            ids.setflags(write=False)
         return KVCacheBlocks(hits, self._groups.pool_of_group, shared, found, elsewhere), num_tokens
 
     def find_to_pin(self, request: Request) -> tuple[tuple[np.ndarray, ...], int]:

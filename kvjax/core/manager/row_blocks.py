@@ -209,8 +209,7 @@ class RowBlocks:
         blocks of the contents that the row computed again, since a checkpoint behind them was gone, are forgotten.
         """
         managers, retention = self._groups.on_probation, self._groups.retention
-        if not managers or retention is None:
-            return
+        assert retention is not None  # it puts blocks on probation
         self._forget_copies(request, row)
         num_registered = min(m.num_cached_blocks.item(row) * m.block_size for m in self._groups.cacheable)
         num_cached = self.cacheable_tokens(request, row, num_registered)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvjax.core.eviction import EvictionPolicy
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.reservations import Reservations
@@ -98,6 +99,8 @@ class SlotAllocator:
         self._settings = groups.settings
         self._max_model_len = groups.settings.max_model_len
         self._state_steps = groups.state_steps if groups.state_steps else None
+        policies = [pool.eviction_policy for pool in groups.pools]
+        self._told_policies = [p for p in policies if type(p).note_admission is not EvictionPolicy.note_admission]
         self._no_needs = [0] * len(groups.pools)  # per pool
         self._no_partial_blocks = PartialBlocks((), tuple(self._no_needs), tuple(self._no_needs))
         self._max_encoder_tokens = min(manager.max_encoder_tokens for manager in groups.managers)
@@ -258,9 +261,10 @@ class SlotAllocator:
             and (self._reservations is None or self._reservations.admits(sums(reserved_blocks, partial.num_free)))
         )
         row = self._table.add(request)
-        self._rows.reserve_rows()
-        for pool in self._groups.pools:
-            pool.eviction_policy.note_admission()
+        if row >= self._rows.idle_until.size:
+            self._rows.reserve_rows()
+        for policy in self._told_policies:
+            policy.note_admission()
         if self._reservations is not None:
             self._reservations.add(row, reserved_slots, reserved_blocks)
         retention = self._groups.retention

@@ -37,7 +37,7 @@ from kvjax.core.pool.cache_tier import TierLink
 from kvjax.core.pool.outside_refs import OutsideRefs
 from kvjax.core.pool.page_edits import PageEdits
 from kvjax.core.pool.prefix_index import PrefixIndex
-from kvjax.core.tables.small_arrays import any_true, count_true, largest
+from kvjax.core.tables.small_arrays import all_ones, any_true, count_true
 from kvjax.core.watch.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
 from kvjax.errors import BlockStateError, InvariantError
@@ -82,7 +82,8 @@ class BlockPool:
         self.outside_refs = OutsideRefs(num_blocks)  # those of them that no block table holds
         self.num_cached_free_blocks = 0  # free, and still prefix-cache hits
         self.prefix_index = PrefixIndex(num_blocks, group_ids)
-        self.eviction_policy = make_eviction_policy(eviction_policy, self.prefix_index, free_order)
+        policy = self.eviction_policy = make_eviction_policy(eviction_policy, self.prefix_index, free_order)
+        self._tells_registrations = policy.is_told_of_use and policy.is_told_of_registrations
         self.is_hashed = self.prefix_index.is_hashed
         self.hash_maps = self.prefix_index.hash_maps
         self.origins = BlockOrigins(self.is_hashed) if track_origins else None
@@ -224,20 +225,14 @@ class BlockPool:
             ValueError: an id is none of the pool. The pool is unchanged.
             BlockStateError: a block has fewer references than occurrences. The pool is unchanged.
         """
-        ids, counts = self._ids.with_counts(block_ids_in_eviction_order)
-        is_last_reference = np.count_nonzero(counts == 1) == len(ids)
-        if is_last_reference and self.eviction_policy.try_release(ids):
-            self.ref_count[ids] = 0
-            self._note_freed(ids, count_true(self.is_hashed[ids]))
-        else:
-            self._free_shared(without_null(ids))
+        self._free_shared(without_null(self._ids.checked(block_ids_in_eviction_order)))
 
     def free_held(self, ids: np.ndarray) -> None:  # int64[n]
         """`free_blocks` without checks: none is null, and the caller holds a reference for each time one is listed.
 
         So a block with one reference is listed once.
         """
-        if ids.size and largest(self.ref_count[ids]) == 1:
+        if all_ones(self.ref_count[ids]):
             self.ref_count[ids] = 0
             self._release(ids)
         else:
@@ -245,13 +240,14 @@ class BlockPool:
 
     def free_few(self, ids: Sequence[int]) -> None:
         """`free_held` of a few blocks, without the cost of arrays."""
-        freed = []
+        freed, num_hashed, ref_count, is_hashed = [], 0, self.ref_count, self.is_hashed.item
         for block_id in ids:
-            self.ref_count[block_id] = count = self.ref_count.item(block_id) - 1
+            ref_count[block_id] = count = ref_count.item(block_id) - 1
             if not count:
                 freed.append(block_id)
-                self.num_cached_free_blocks += self.is_hashed.item(block_id)
-        self.eviction_policy.release_few(freed)
+                num_hashed += is_hashed(block_id)
+        self.eviction_policy.release_few(freed, num_hashed)
+        self.num_cached_free_blocks += num_hashed
         if self.tier_link is not None:
             self.tier_link.last_used[freed] = self.tier_link.clock
 
@@ -272,18 +268,13 @@ class BlockPool:
                 f"block {distinct[bad]} has {before[bad]} references, {given} freed; free each reference once"
             )
         self.ref_count[distinct] = counts
-        freed = distinct[counts == 0]
-        self._release(freed)
+        self._release(distinct[counts == 0])
 
     def _release(self, ids: np.ndarray) -> None:
         """Gives int64[n] distinct blocks without references to the policy."""
         is_hashed = self.is_hashed[ids]
-        num_hashed = count_true(is_hashed)
-        self.eviction_policy.release_known(ids, is_hashed, num_hashed)
-        self._note_freed(ids, num_hashed)
-
-    def _note_freed(self, ids: np.ndarray, num_hashed: int) -> None:
-        self.num_cached_free_blocks += num_hashed
+        self.eviction_policy.release_known(ids, is_hashed)
+        self.num_cached_free_blocks += count_true(is_hashed)
         if self.tier_link is not None:
             self.tier_link.last_used[ids] = self.tier_link.clock
 
@@ -361,7 +352,7 @@ class BlockPool:
         are of one block size.
         """
         self.prefix_index.register(block_ids, block_hashes, group_ids)
-        if self.eviction_policy.is_told_of_contents:
+        if self._tells_registrations:
             block_size = self.group_infos[group_ids[0]].block_size
             starts = np.broadcast_to(columns * block_size, block_ids.shape)
             self.eviction_policy.note_registered(block_ids.ravel().astype(np.int64), starts.ravel(), block_size)
@@ -371,7 +362,7 @@ class BlockPool:
     ) -> None:
         """`register_rows` of a few blocks of one row and group, null ones passed over, without the cost of arrays."""
         self.prefix_index.register_few(block_ids, block_hashes, group_id)
-        if self.eviction_policy.is_told_of_contents:
+        if self._tells_registrations:
             block_size = self.group_infos[group_id].block_size
             ids = np.array(block_ids, np.int64)
             real = ids.nonzero()[0]

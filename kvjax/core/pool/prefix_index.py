@@ -32,6 +32,7 @@ class PrefixIndex:
 
     def __init__(self, num_blocks: int, group_ids: Sequence[int]) -> None:
         self.hash_maps = {group_id: BlockHashToBlockMap() for group_id in group_ids}
+        self.has_groups = len(self.hash_maps) > 1  # whether blocks are registered in more than one group
         self.is_hashed = np.zeros(num_blocks, np.bool_)
         self.num_hashed = 0
         self.num_forgotten = 0  # blocks that lost their hash to reuse or eviction so far; a counter, not state
@@ -48,11 +49,6 @@ class PrefixIndex:
     def group_of(self, block_id: int) -> int:
         """The group that a hashed block is registered in."""
         return self._group_of.item(block_id)
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether blocks are registered in more than one group."""
-        return len(self.hash_maps) > 1
 
     def hashes_of(self, ids: np.ndarray) -> list[BlockHash]:
         """Hashes of hashed blocks."""

@@ -155,7 +155,8 @@ class RequestTable:
         self.request_ids[row] = request_id
         self.block_hashes[row] = request.block_hashes
         self._row_by_id[request_id] = row
-        self._note_number(request_id)
+        if "." in request_id:
+            self._note_number(request_id)
         self._has_extra_keys[row] = request.has_extra_keys
         if request.skip_writing_prefix_cache:
             self.skip_registration(row)
@@ -304,9 +305,9 @@ class RequestTable:
         self._next_hash_at[rows] += size
 
     def _note_number(self, request_id: str) -> None:
-        """Remembers the number that an id ends in, unless it is too large to be that of a fork."""
-        _, dot, number = request_id.rpartition(".")
-        if dot and number.isdecimal() and len(number) <= MOST_DIGITS:
+        """Remembers the number that `<text>.<number>` ends in, unless it is too large to be that of a fork."""
+        number = request_id.rpartition(".")[2]
+        if number.isdecimal() and len(number) <= MOST_DIGITS:
             self._last_number = max(self._last_number, int(number))
 
     def _note_hasher(self, hasher: BlockHasher | None) -> None:

@@ -119,8 +119,10 @@ def test_young_blocks_are_counted_wherever_they_leave_from(num_blocks: int) -> N
         queue.remove_distinct(np.array(removed, np.int64))
         old, young = ([b for b in each if b not in removed] for each in (old[count:], young))
         given = [block for block in range(num_blocks) if block not in old + young and rng.random() < 0.5]
-        queue.append_distinct(np.array(given, np.int64))
-        queue.note_young(len(given))
+        if rng.random() < 0.5:
+            queue.append_distinct(np.array(given, np.int64), are_young=True)
+        else:
+            queue.append_few(given, are_young=True)
         young += given
         assert contents(queue) == old + young
         assert (queue.num_old, queue.num_young) == (len(old), len(young))
