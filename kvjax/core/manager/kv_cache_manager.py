@@ -303,11 +303,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         ).checked()
         self._hasher_check.check(request)
         ids = self._slots.allocate(request, counts, new_computed_blocks, delay_cache_blocks, full_sequence_must_fit)
-        if ids is None:
-            return None
-        if row < 0:
+        if row < 0 and ids is not None:
             self._hits.note_admission(request)
-        return self.groups.blocks(ids)
+        return None if ids is None else self.groups.blocks(ids)
 
     def plan_step(
         self,
