@@ -146,7 +146,8 @@ class ProbationPolicy(EvictionPolicy):
         blank, hashed = _split(ids, is_hashed)
         if not self._knew_probation:
             return blank, NO_IDS, hashed
-        return blank, *_split(hashed, ~self._on_probation[hashed])
+        lasting, probation = _split(hashed, self._on_probation[hashed])
+        return blank, probation, lasting
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of their queues."""
@@ -187,9 +188,11 @@ class ProbationPolicy(EvictionPolicy):
         """Free ones leave the queue of probation for the lasting, where they count as used now; none is young then."""
         self._on_probation[ids] = False
         lasted, free = ids[self._lasting.contains_n(ids)], ids[self._probation.contains_n(ids)]
-        if lasted.size or free.size:
+        if lasted.size:
             self._let_age()
             self._lasting.note_kept(lasted)
+        if free.size:
+            self._let_age()
             self._probation.remove_distinct(free)
             self._lasting.append_distinct(free)
 
@@ -282,5 +285,5 @@ def _split(ids: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if (num_unset := as_bytes.find(1)) < 0:
         return ids, NO_IDS
     if as_bytes.find(0, num_unset) < 0:
-        return ids[:num_unset], ids[num_unset:]
+        return (ids[:num_unset], ids[num_unset:]) if num_unset else (NO_IDS, ids)
     return ids[~flags], ids[flags]

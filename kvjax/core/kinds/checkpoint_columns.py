@@ -19,6 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax.core.kinds.retention import Retention
+from kvjax.core.tables.small_arrays import any_true
 
 
 class CheckpointNeed:
@@ -92,41 +93,43 @@ class CheckpointColumns:
         if interval:
             self._by_interval |= need.needed_by_multiples(interval, num_columns)
         self._by_interval[: need.num_first] = True
-        self._keeps_every_block = bool(self._by_interval.all())
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every block is registered for good."""
-        return self._keeps_every_block and not self.has_probation
+        self.keeps_every_block = bool(self._by_interval.all())  # whether every block is registered, on probation or not
 
     def keeps(self, length: int, lengths: np.ndarray) -> bool:
         """Whether all that a hit of `length` tokens needs is registered, of a row with checkpoints int64[1, k]."""
         columns = np.arange(*self.need.columns_of(length))
         return bool((self._by_interval[columns] | self.need.includes(columns, lengths)).all())
 
-    def find_kept(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
-        """bool[n] which blocks are registered; None: all."""
-        if self.has_probation and self._keeps_every_block:
-            return None
-        own, kept = self._find_own(rows, columns), self._by_interval[columns]
+    def find_kept(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:  # bool[n]
+        """Which blocks are registered."""
+        own, kept = self.find_own(rows, columns), self._by_interval[columns]
         return kept if own is None else kept | own
 
-    def find_on_probation(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
-        """bool[n] which of registered blocks no checkpoint of their row needs; None: that is not asked."""
-        if not self.has_probation:
-            return None
-        own = self._find_own(rows, columns)
-        return np.ones(columns.size, np.bool_) if own is None else ~own
-
-    def _find_own(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
-        """bool[n] what the rows' own checkpoints need; None: nothing."""
+    def find_own(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
+        """bool[n] which blocks the rows' own checkpoints need: they are not on probation; None: none."""
         retention, need = self._retention, self.need
         if retention is None:
             return None
-        ends = np.maximum(retention.longest[rows] // need.block_size + need.num_after, need.num_first)
-        if np.logical_and.reduce(columns >= ends):
-            return None
-        return need.includes(columns, retention.lengths[rows])
+        starts = columns * need.block_size
+        if need.num_after:
+            starts -= need.num_after * need.block_size
+        is_before = starts < retention.longest[rows]
+        if any_true(is_before) or (need.num_first and any_true(columns < need.num_first)):
+            return need.includes(columns, retention.lengths[rows])
+        return None
+
+    def stretches_on_probation(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
+        """The columns of a row from `start` to `end` that no checkpoint of its own needs; none without probation."""
+        if not self.has_probation or self._retention is None:
+            return []
+        lengths = {length for length in self._retention.lengths_of(row) if length}
+        needed = sorted([(0, self.need.num_first), *map(self.need.columns_of, lengths)])
+        stretches = []
+        for first, behind in (*needed, (end, end)):
+            if start < (stop := min(first, end)):
+                stretches.append((start, stop))
+            start = max(start, behind)
+        return stretches
 
 
 __all__ = ["CheckpointColumns", "CheckpointNeed"]

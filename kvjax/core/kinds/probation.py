@@ -5,13 +5,15 @@ Flow:    SingleTypeKVCacheManager, RowBlocks -> [put_on_probation, keep_checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.pool.block_ids import without_null
 from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.tables.small_arrays import any_true, count_true
 
 
 class KeptRows(Protocol):
@@ -28,7 +30,7 @@ class KeptRows(Protocol):
 
 def put_on_probation(pool: BlockPool, block_ids: np.ndarray) -> None:
     """Tells the policy of int32[...] registered blocks, null ones passed over."""
-    ids = block_ids[block_ids != 0].astype(np.int64)
+    ids = without_null(block_ids.ravel().astype(np.int64))
     pool.eviction_policy.note_probation(ids)
     if pool.tier_link is not None:
         pool.tier_link.on_probation[ids] = True
@@ -48,18 +50,23 @@ def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHas
     """
     pool = manager.block_pool
     held_from = min(max(first, manager.first_live.item(row)), end)
-    released = [pool.find_each(block_hashes[first:held_from], group_id) for group_id in manager.group_ids]
-    ids = np.concatenate([np.stack(released), manager.block_tables[:, row, held_from:end]], axis=1)
-    if (ids > 0).all() and pool.is_hashed[ids].all():
-        take_off_probation(pool, ids.ravel().astype(np.int64))
+    blocks = [manager.block_tables[:, row, held_from:end].ravel()]
+    if first < held_from:
+        blocks += [pool.find_each(block_hashes[first:held_from], group_id) for group_id in manager.group_ids]
+    ids = np.concatenate(blocks).astype(np.int64)
+    if not any_true(ids < 1) and count_true(pool.is_hashed[ids]) == ids.size:
+        take_off_probation(pool, ids)
 
 
-def forget_idle_copies(pool: BlockPool, block_hashes: Iterable[BlockHash], group_id: int) -> None:
-    """Of several blocks of a hash, forgets the free ones that were registered before the last."""
-    copies = pool.hash_maps[group_id].blocks_of_shared(block_hashes)
-    idle = [block_id for blocks in copies for block_id in blocks[:-1] if not pool.ref_count[block_id]]
-    if idle:
-        pool.evict_blocks(idle)
+def forget_idle_copies(manager: KeptRows, block_hashes: Sequence[BlockHash], first: int, end: int) -> None:
+    """Of several blocks of one of the hashes from `first` to `end`, forgets the free ones but the last registered."""
+    pool = manager.block_pool
+    for group_id in manager.group_ids:
+        hash_map = pool.hash_maps[group_id]
+        copies = hash_map.blocks_of_shared(block_hashes[first:end]) if hash_map.num_shared else ()
+        idle = [block_id for blocks in copies for block_id in blocks[:-1] if not pool.ref_count[block_id]]
+        if idle:
+            pool.evict_blocks(idle)
 
 
 __all__ = ["forget_idle_copies", "keep_checkpoint", "put_on_probation", "take_off_probation"]

@@ -333,7 +333,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         cached = self.num_cached_blocks.item(row)
         if full <= cached:
             return
-        blocks, on_probation = self._blocks_to_register(row, cached, full)
+        blocks = self._blocks_to_register(row, cached, full)
         if self.block_pool.enable_kv_cache_events:
             for group_id, ids in zip(self.group_ids, blocks, strict=True):
                 self.block_pool.cache_full_blocks(request, ids, block_hashes, cached, group_id)
@@ -344,8 +344,9 @@ class SingleTypeKVCacheManager(abc.ABC):
         else:
             columns = np.arange(cached, full)
             self._register_real(blocks, columns, np.fromiter(block_hashes[cached:full], np.object_, full - cached))
-        if on_probation is not None:
-            put_on_probation(self.block_pool, blocks[:, on_probation])
+        if self.checkpoints is not None:
+            for first, end in self.checkpoints.stretches_on_probation(row, cached, full):
+                put_on_probation(self.block_pool, blocks[:, first - cached : end - cached])
         if not self.same_step_hits:
             self._note_registered(blocks)
         if self.computed_blocks is not None:
@@ -356,14 +357,12 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.sub_blocks is not None:
             self.sub_blocks.add(request, block_hashes, cached, full)
 
-    def _blocks_to_register(self, row: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """int32[G, end - start] the row's blocks, null where no checkpoint keeps them; which are on probation."""
+    def _blocks_to_register(self, row: int, start: int, end: int) -> np.ndarray:  # int32[G, end - start]
+        """The row's blocks from column `start` on, null where no checkpoint keeps them."""
         ids = self._table.entries[:, row, start:end]
-        if self.checkpoints is None:
-            return ids, None
-        place = np.array([row]), np.arange(start, end)
-        kept = self.checkpoints.find_kept(*place)
-        return ids if kept is None else ids * kept, self.checkpoints.find_on_probation(*place)
+        if self.checkpoints is None or self.checkpoints.keeps_every_block:
+            return ids
+        return ids * self.checkpoints.find_kept(np.array([row]), np.arange(start, end))
 
     def _note_registered(self, block_ids: np.ndarray) -> None:
         """Remembers int32[...] blocks as not to be hit in this step."""
@@ -434,16 +433,16 @@ class SingleTypeKVCacheManager(abc.ABC):
         """
         if self.computed_blocks is not None:
             self.computed_blocks.add(block_hashes)
-        kept = None if self.checkpoints is None else self.checkpoints.find_kept(rows, columns)
-        if kept is not None:
+        if self.checkpoints is not None and not self.checkpoints.keeps_every_block:
+            kept = self.checkpoints.find_kept(rows, columns)
             rows, columns, block_hashes = rows[kept], columns[kept], block_hashes[kept]
             if not rows.size:
                 return
         ids = self._table.entries[:, rows, columns]
         self._register_real(ids, columns, block_hashes)
-        on_probation = None if self.checkpoints is None else self.checkpoints.find_on_probation(rows, columns)
-        if on_probation is not None:
-            put_on_probation(self.block_pool, ids[:, on_probation])
+        if self.checkpoints is not None and self.checkpoints.has_probation:
+            own = self.checkpoints.find_own(rows, columns)
+            put_on_probation(self.block_pool, ids if own is None else ids[:, ~own])
         if not self.same_step_hits:
             self._note_registered(ids)
 
@@ -464,7 +463,8 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def retain(self, checkpoints: CheckpointColumns) -> None:
         """From now on registers only what checkpoints keep."""
-        self.checkpoints = None if checkpoints.keeps_all else checkpoints
+        keeps_all = checkpoints.keeps_every_block and not checkpoints.has_probation
+        self.checkpoints = None if keeps_all else checkpoints
 
     def hits_need_blocks(self) -> bool:
         """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""

@@ -214,10 +214,10 @@ class RowBlocks:
         num_registered = min(m.num_cached_blocks.item(row) * m.block_size for m in self._groups.cacheable)
         num_cached = self.cacheable_tokens(request, row, num_registered)
         own = retention.lengths_of(row)
-        lengths = {length for length in (*own, retention.end_of(num_cached)) if 0 < length <= num_cached}
+        lengths = sorted({length for length in (*own, retention.end_of(num_cached)) if 0 < length <= num_cached})
         for manager, need in managers:
             hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
-            for length in sorted(lengths):
+            for length in lengths:
                 first, behind = need.columns_of(length)
                 if length not in own or first < manager.first_live.item(row):
                     keep_checkpoint(manager, row, hashes, first, behind)
@@ -225,9 +225,8 @@ class RowBlocks:
     def _forget_copies(self, request: Request, row: int) -> None:
         for manager in self._groups.cacheable:
             hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
-            first, end = self.num_hit_tokens.item(row) // manager.block_size, manager.num_cached_blocks.item(row)
-            for group_id in manager.group_ids:
-                forget_idle_copies(manager.block_pool, hashes[first:end], group_id)
+            first = self.num_hit_tokens.item(row) // manager.block_size
+            forget_idle_copies(manager, hashes, first, manager.num_cached_blocks.item(row))
 
     def free(self, row: int) -> None:
         """Releases all blocks of the row."""

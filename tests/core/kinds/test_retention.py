@@ -97,14 +97,13 @@ def test_what_lasts_is_what_checkpoints_need(kind: str, has_probation: bool, see
     for rows, columns in ((np.repeat(np.arange(3), 60), np.tile(np.arange(60), 3)), (np.array([1]), np.arange(60))):
         pairs = zip(np.broadcast_to(rows, columns.shape).tolist(), columns.tolist(), strict=True)
         needed = [is_needed(row, column) for row, column in pairs]
-        kept, on_probation = checkpoints.find_kept(rows, columns), checkpoints.find_on_probation(rows, columns)
-        if has_probation:
-            assert on_probation is not None
-            assert (~on_probation).tolist() == needed
-        else:
-            assert on_probation is None
-            assert kept is not None
-            assert kept.tolist() == needed
+        own = checkpoints.find_own(rows, columns) if has_probation else checkpoints.find_kept(rows, columns)
+        assert (np.zeros(columns.size, np.bool_) if own is None else own).tolist() == needed
+    for row, start, end in ((0, 0, 60), *rng.integers(0, 60, (5, 3)) % (3, 60, 60)):
+        stretches = checkpoints.stretches_on_probation(int(row), int(start), int(end))
+        in_stretches = [column for first, behind in stretches for column in range(first, behind)]
+        rest = [column for column in range(start, end) if not is_needed(row, column)]
+        assert in_stretches == (rest if has_probation else [])
 
 
 @pytest.mark.parametrize("ends", ["all", "vllm-0.33"])
