@@ -1,7 +1,7 @@
 """Planned steps taken back: what they would have computed is no hit any more, and their page edits wait again.
 
 Flow:    a step that is not dispatched -> KVCacheManager.take_back_step -> [StepTakeBack] -> pools, counts by row
-Source:  ARCHITECTURE.md, "Steps that do not run"
+Source:  ARCHITECTURE.md, "Planning a step"
 
 Blocks are registered when a step is planned, so that requests of the same step may hit them. Which of them the step
 would have filled follows from counts alone: those of a row's registered columns that are not full of tokens which are
