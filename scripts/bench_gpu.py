@@ -4,7 +4,7 @@
     python scripts/bench_gpu.py --op ragged_paged_attention --shape llama3-8b      one op and shape
     python scripts/bench_gpu.py --op kv_write --dry-run                            as where there is no GPU
 
-Flow:    scripts/kernel_bench/ops/*.cases() -> [bench_gpu] -> table on the terminal, `--json FILE`, `--plot FILE`
+Flow:    cases of every op -> [bench_gpu] -> table on the terminal, `--json FILE`, `--plot FILE`
 
 The time of a call is that of its kernels by the profiler (CUPTI), over a program of several calls on rotated page
 buffers that are together larger than twice the L2 cache; where there is no CUPTI, and for ops that write donated pages,

@@ -4,7 +4,7 @@
     python scripts/bench_tpu.py --op ragged_paged_attention --shape llama3-8b      one op and shape
     python scripts/bench_tpu.py --op kv_write --dry-run                            as where there is no TPU
 
-Flow:    scripts/kernel_bench/ops/*.cases() -> [bench_tpu] -> table on the terminal, `--json FILE`
+Flow:    cases of every op -> [bench_tpu] -> table on the terminal, `--json FILE`
 
 A TPU runs what was dispatched while Python goes on. A sample is therefore a batch of calls, long enough to keep the
 chip busy for 0.1 s, with `block_until_ready` around the whole, less the time of an empty call dispatched and waited

@@ -25,6 +25,7 @@ import traceback
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,8 +34,9 @@ os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))  # threads of X
 import jax
 import numpy as np
 
-from scripts.kernel_fuzz import attention, moves, sparse, states
-from scripts.kernel_fuzz.trials import Trial
+from pallas_kernels.cases.find import case_types
+from scripts.kernel_fuzz import attention, sparse, states
+from scripts.kernel_fuzz.trials import Trial, of_case_type
 
 _MOST = ("reference", "xla", "tpu", "gpu")
 _ALL = (*_MOST, "triton")
@@ -47,10 +49,7 @@ OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that
     "causal_conv1d": (states.convolution, ("reference", "tpu", "gpu")),
     "selective_scan": (states.scan, _ALL),
     "gated_delta_rule": (states.delta, _MOST),
-    "kv_write": (moves.kv, ("reference", "tpu")),
-    "latent_write": (moves.latent, ("reference", "tpu")),
-    "merge_states": (moves.merge, ("reference",)),
-    "page_ops": (moves.pages, ("reference", "tpu")),
+    **{op: (partial(of_case_type, case_type), case_type.backends) for op, case_type in case_types().items()},
 }
 _TRIALS_KEPT = 20  # compiled programs pile up; after so many trials jax forgets them
 ROW = "{:24} {:10} {:>7} {:>7} {:>9}  {}"

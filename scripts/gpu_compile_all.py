@@ -24,11 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from pallas_kernels.cases.case import Case
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as DELTA_SHAPES
 from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from pallas_kernels.ssm_update.shapes import SHAPES as RECURRENT_SHAPES
+from scripts.aot.rooms import compiled_types, shape_settings
 from scripts.gpu_compile import compile_op, problems, report
 
 SHARDS = (1, 2, 4, 8)
@@ -168,7 +170,7 @@ def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
 def cases(subset: bool) -> list[tuple[str, str]]:
     """(op, settings) of every compilation."""
     attention, latent = (SUBSET, ("",)) if subset else (attention_cases(), latent_cases())
-    others = [(op, f"dtype={dtype}") for op in ("kv_write", "page_ops") for dtype in ("bfloat16", "float8_e4m3fn")]
+    rooms = compiled_types("gpu")
     kernels = [*(("attention", settings) for settings in attention), *(("mla", settings) for settings in latent)]
     kernels += [("layers", settings) for settings in (("sinks=1 scales=1",) if subset else LAYERS)]
     kernels += [("sparse", settings) for settings in (("",) if subset else sparse_cases())]
@@ -176,7 +178,14 @@ def cases(subset: bool) -> list[tuple[str, str]]:
     recurrent = ("",) if subset else recurrent_cases()
     kernels += [("scan", settings) for settings in recurrent]
     kernels += [("conv", settings) for settings in recurrent if "state_dtype" not in settings]
-    return [*kernels, *(others[::3] if subset else others)]
+    others = [(op, settings) for op in rooms for settings in (("",) if subset else _of_room(rooms[op]))]
+    return [*kernels, *others]
+
+
+def _of_room(case_type: type[Case]) -> list[str]:
+    """Settings of an op: shapes by shards, those of equal cases once, then its features."""
+    settings = [settings for shards in SHARDS for _, settings in shape_settings(case_type, shards)]
+    return [*dict.fromkeys(" ".join(some) for some in settings), *case_type.features]
 
 
 def allowed_spill_bytes(op: str, settings: str, record: dict[str, Any]) -> int:

@@ -26,26 +26,10 @@ from scripts.tpu_aot.chips import CHIPS, prepare_environment
 from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
 from scripts.tpu_aot.latency import LATENCIES_S
 from scripts.tpu_aot.libtpu import LibtpuError, release
-from scripts.tpu_aot.operations import AttentionCase
+from scripts.tpu_aot.operations import OPERATIONS, AttentionCase
 from scripts.tpu_aot.score import BlockScore, block_scores
 from scripts.tpu_aot.step_cost import launch_work
 
-OPS = (
-    "attention",
-    "kv_write",
-    "latent_write",
-    "mla_attention",
-    "sparse_attention",
-    "indexer_topk",
-    "compressor_update",
-    "causal_conv1d",
-    "selective_scan",
-    "gated_delta_rule",
-    "copy_pages",
-    "zero_pages",
-    "gather_pages",
-    "scatter_pages",
-)
 KERNELS = {"attention": "rpa_.*", "mla_attention": "mla_.*"}  # names of those that have a score
 # One feature at a time, then all together.
 FEATURES: dict[str, list[str]] = {
@@ -153,7 +137,7 @@ def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where something did not compile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", choices=sorted(CHIPS))
-    parser.add_argument("op", choices=OPS)
+    parser.add_argument("op", choices=sorted(OPERATIONS))
     parser.add_argument("settings", nargs="*", metavar="name=value")
     parser.add_argument("--features", action="store_true", help="the case with each feature of attention")
     parser.add_argument("--no-dump", action="store_true", help="compile only")

@@ -16,7 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Where there is a TPU or an NVIDIA GPU, the tests of its kernels run on it (tests/pallas_kernels/on_tpu.py, on_gpu.py);
+# Where there is a TPU or an NVIDIA GPU, the tests of its kernels run on it (pallas_kernels/interpret);
 # the CPU stays the default. A TPU is held by one process: this one, if it runs tests itself, never a child of it.
 HAS_TPU = importlib.util.find_spec("libtpu") is not None and (
     any(Path("/dev").glob("accel*")) or Path("/dev/vfio/0").exists()

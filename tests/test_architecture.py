@@ -185,10 +185,36 @@ KERNEL_MODULES = [path for path in MODULES if path.is_relative_to(ROOT / "pallas
 @pytest.mark.parametrize("path", KERNEL_MODULES, ids=module_name)
 def test_what_ops_share_knows_no_op_and_an_op_few_others(path: Path) -> None:
     own = path.relative_to(ROOT / "pallas_kernels").parts[0]
-    allowed = tuple(f"pallas_kernels.{name}" for name in (own, *OPS_BELOW.get(own, ())))
+    models = [f"{op}.shapes" for op in OPS] if path.name == "cases.py" else []  # which ops share
+    allowed = tuple(f"pallas_kernels.{name}" for name in (own, *OPS_BELOW.get(own, ()), *models))
     for imported in imports_of(path):
         if within(imported, tuple(f"pallas_kernels.{op}" for op in OPS)):
             assert within(imported, allowed), f"{module_name(path)} imports {imported}, expected one of {allowed}"
+
+
+# Modules that import across: scripts what tests have, tests of kernels what scripts have.
+ACROSS = {
+    "scripts.fuzz_tiers",
+    "scripts.kernel_fuzz.attention",
+    "scripts.kernel_fuzz.sparse",
+    "scripts.kernel_fuzz.states",
+    "scripts.sweep_kernels",
+    "tests.pallas_kernels.mla_paged_attention.test_triton",
+    "tests.pallas_kernels.mla_paged_attention.test_xla_attention",
+    "tests.pallas_kernels.ragged_paged_attention.test_triton",
+    "tests.pallas_kernels.ragged_paged_attention.test_xla_attention",
+    "tests.pallas_kernels.test_flags",
+    "tests.pallas_kernels.test_key_share",
+    "tests.pallas_kernels.test_sweeps",
+}
+
+
+def test_scripts_and_tests_of_kernels_stand_apart() -> None:
+    """What both need is in the packages."""
+    scripts, tests = (ROOT / "scripts").rglob("*.py"), (ROOT / "tests" / "pallas_kernels").rglob("*.py")
+    pairs = [(path, "tests") for path in scripts] + [(path, "scripts") for path in tests]
+    found = {module_name(path) for path, other in pairs if any(within(name, (other,)) for name in imports_of(path))}
+    assert found == ACROSS
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

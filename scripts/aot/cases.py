@@ -8,13 +8,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from pallas_kernels.cases.case import Case, parse
 
-def parse_case(case_type: type, settings: list[str]) -> Any:
-    """A case with some fields set by name=value.
+
+def parse_case(case_type: type, settings: list[str], **defaults: Any) -> Any:
+    """A case with some fields set by name=value; `defaults` are those of a `Case`.
 
     Raises:
         ValueError: a name is none of the case's, or a value is not of its type.
     """
+    if issubclass(case_type, Case):
+        return parse(case_type, settings, **defaults)
     fields = {field.name: field for field in dataclasses.fields(case_type)}
     values = {}
     for setting in settings:

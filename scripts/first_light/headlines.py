@@ -5,10 +5,10 @@ Flow:    [HEADLINES] -> bench_case -> scripts/kernel_bench
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
+from scripts.kernel_bench import driver
 from scripts.kernel_bench.case import BenchCase, Sizes
 from scripts.kernel_bench.ops import ragged_paged_attention
 
@@ -32,12 +32,13 @@ class Headline:
 
     def bench_case(self, *, small: bool = False) -> BenchCase:
         """The case, or the same with few tokens and heads."""
-        cases = importlib.import_module(f"scripts.kernel_bench.ops.{self.op}").cases
         sizes = Sizes("gpu", self.page, self.dtype)
         if self.model is not None:
             found = ragged_paged_attention.case(self.kind, self.model, sizes)
             return found.small() if small else found
-        found = next(case for case in cases(sizes) if (case.kind, case.shape) == (self.kind, self.shape))
+        found = next(
+            case for case in driver.all_cases([self.op], sizes) if (case.kind, case.shape) == (self.kind, self.shape)
+        )
         return found.small() if small else found
 
 

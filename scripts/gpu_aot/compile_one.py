@@ -18,6 +18,8 @@ from scripts.gpu_aot.launches import count_launches
 from scripts.gpu_aot.resources import count_copies, count_instructions, parse_ptxas, parse_shared_memory
 from scripts.gpu_aot.target import CARDS, Card, prepare_environment
 
+DEFAULTS = {"platform": "gpu", "page": 16}  # of cases that have such fields
+
 
 def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
     """Compiles; a record of the module around the kernels, of which the dumps say the rest."""
@@ -28,7 +30,7 @@ def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
     from scripts.gpu_aot.operations import OPERATIONS
 
     case_type, build = OPERATIONS[op]
-    operation = build(parse_case(case_type, settings))
+    operation = build(parse_case(case_type, settings, **DEFAULTS))
     topology = topologies.get_topology_desc(platform="cuda", target_config=CARDS[card].config, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -65,7 +67,7 @@ def page_bytes(op: str, settings: list[str]) -> int:
     """Size of a number in a case's pages; what is not said to be of 8 bits has 16."""
     from scripts.gpu_aot.operations import OPERATIONS
 
-    dtype = getattr(parse_case(OPERATIONS[op][0], settings), "dtype", "")
+    dtype = getattr(parse_case(OPERATIONS[op][0], settings, **DEFAULTS), "dtype", "")
     return 1 if dtype.startswith(("float8", "int8")) else 2
 
 

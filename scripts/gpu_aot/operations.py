@@ -10,16 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pallas_kernels.cases.case import Case
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import attention_layout
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
 from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
-from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts.aot import delta_case, sparse_attention_case, ssm_case
 from scripts.aot.arguments import argument
+from scripts.aot.rooms import compiled_types, traced
 from scripts.gpu_aot import layer_case
 
 
@@ -116,27 +117,9 @@ def attention(case: AttentionCase) -> Operation:
     return Operation(call, (q, pages, new_kv, slots, *ints, *per_head), donated=(1,))
 
 
-def write(case: AttentionCase) -> Operation:
-    """kv_write alone."""
-
-    def call(pages: Any, new_kv: Any, slots: Any) -> Any:
-        return kv_write(*new_kv, pages, slots, backend="gpu")
-
-    return Operation(call, _written(with_model_shape(case)), donated=(0,))
-
-
-def page_work(case: AttentionCase) -> Operation:
-    """Pages copied, set to zero and put back, one after the other."""
-    pages = _written(with_model_shape(case))[0]
-    ids = argument((32,), "int32")
-    values = tuple(argument((32, *array.shape[1:]), array.dtype) for array in pages)
-
-    def call(pages: Any, sources: Any, targets: Any, zeroed: Any, values: Any) -> Any:
-        pages = [copy_pages(array, sources, targets, backend="gpu") for array in pages]
-        pages = [zero_pages(array, zeroed, backend="gpu") for array in pages]
-        return [scatter_pages(array, sources, x, backend="gpu") for array, x in zip(pages, values, strict=True)]
-
-    return Operation(call, (pages, ids, ids, ids, values), donated=(0,))
+def of_room(case: Case) -> Operation:
+    """An op of pallas_kernels by its case."""
+    return Operation(*traced(case, "gpu"), donated=(0,) if case.writes else ())
 
 
 @dataclass(frozen=True)
@@ -222,10 +205,9 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "attention": (AttentionCase, attention),
     "conv": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.conv)),
     "delta": (delta_case.DeltaCase, functools.partial(recurrent, delta_case.rule)),
-    "kv_write": (AttentionCase, write),
     "layers": (layer_case.LayersCase, planned_layers),
     "mla": (LatentCase, latent),
-    "page_ops": (AttentionCase, page_work),
     "scan": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.scan)),
     "sparse": (sparse_attention_case.SparseCase, sparse),
+    **{op: (case_type, of_room) for op, case_type in compiled_types("gpu").items()},
 }

@@ -1,21 +1,19 @@
 """What one kernel benchmark is: arguments, a call, and the bytes and operations that nothing can do without.
 
-Flow:    ops.<op>.cases(Sizes) -> list[BenchCase] -> driver -> rows of the table
+Flow:    case types of pallas_kernels' ops, Sizes -> [bench_cases] -> BenchCase ... -> driver -> rows of the table
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.layouts import PageLayout
+from pallas_kernels.cases.case import Arguments, Case, Step, Work, splits
 
-BLOCK_ELEMENTS = 1 << 20  # random numbers drawn on the host; a larger array repeats them
+_MOST_SHARDS = 8
 
 
 @dataclass(frozen=True)
@@ -36,21 +34,6 @@ class Sizes:
         return "float32" if self.dtype == "float32" else "bfloat16"
 
 
-class Work(NamedTuple):
-    """The least that a call does: each byte of its inputs read once and of its outputs written once, layout padding
-    apart; multiplications and additions of its sums."""
-
-    num_bytes: int
-    flops: int
-
-
-class Arguments(NamedTuple):
-    """Of one call. `pages` are the page arrays, which an op that writes gets donated."""
-
-    pages: tuple[jax.Array, ...]
-    rest: Any
-
-
 @dataclass(frozen=True)
 class BenchCase:
     """One op at one size. `call(backend, pages, rest)` gives (outputs, page arrays written or ())."""
@@ -67,7 +50,9 @@ class BenchCase:
     writes: bool = False
     setting: Any = None  # what rivals of this op need to know
     has_tokens_in_pages: bool = True  # else the page size is nothing to it
-    same: Any = None  # cases of shapes that have this in common are the same but for their name
+    same: Any = (
+        None  # cases of shapes that have this in common, a `Case` or part of one, are the same but for their name
+    )
 
     @property
     def name(self) -> str:
@@ -77,32 +62,39 @@ class BenchCase:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal of cases that measure the same."""
+        if isinstance(self.same, Case):
+            return (self.same,)
         sizes = self.sizes if self.has_tokens_in_pages else replace(self.sizes, page=0)
         return self.op, self.kind, self.size, sizes, self.shape if self.same is None else self.same
 
 
-def itemsize(dtype: str) -> int:
-    """Bytes of a number."""
-    return jnp.dtype(dtype).itemsize
+def bench_cases(case_type: type[Case], sizes: Sizes) -> Iterator[BenchCase]:
+    """Every shape of the op that splits so, each kind of step."""
+    for shape in case_type.shapes:
+        for kind in case_type.kinds if splits(case_type, shape, sizes.shards) else ():
+            yield bench_case(case_type, kind, shape, sizes)
 
 
-def random_pages(rng: np.random.Generator, layout: PageLayout, num_pages: int) -> tuple[jax.Array, ...]:
-    """The page arrays of a layout; the null page is zero."""
-    arrays = [random_array(rng, array.shape(num_pages), array.dtype) for array in layout.arrays]
-    return tuple(array.at[0].set(0) for array in arrays)
-
-
-def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Normal numbers (int8: times 40) on the default device; the rows of a large array repeat."""
-    row = int(np.prod(shape[1:], dtype=np.int64))
-    rows = max(1, min(shape[0], BLOCK_ELEMENTS // max(1, row)))
-    values = rng.standard_normal((rows, *shape[1:]), dtype=np.float32)
-    if dtype == "int8":
-        values = np.clip(np.rint(40 * values), -127, 127)
-    return repeated(jnp.asarray(values).astype(dtype), shape[0])
-
-
-def repeated(block: jax.Array, count: int) -> jax.Array:
-    """`count` rows: those of `block` over and over."""
-    rows = block.shape[0]
-    return block if rows == count else block[jnp.arange(count) % rows]
+def bench_case(case_type: type[Case], kind: str, shape: Any, sizes: Sizes) -> BenchCase:
+    """One kind of step of one shape."""
+    names = {field.name for field in fields(case_type)}
+    given = {"platform": sizes.platform, "page": sizes.page, "dtype": sizes.dtype, "q_dtype": sizes.q_dtype}
+    given |= case_type.of_shape(shape, sizes.shards)
+    given |= case_type.of_kind(kind, Step(sizes.batch, sizes.context, sizes.small))
+    case = case_type(**{name: value for name, value in given.items() if name in names})
+    shards = max(n for n in range(1, _MOST_SHARDS + 1) if splits(case_type, shape, n))
+    small = replace(sizes, small=True, shards=shards)  # as few heads as the shape gives
+    return BenchCase(
+        case.op,
+        kind,
+        shape.name,
+        case.size,
+        sizes,
+        case.work,
+        case.arguments,
+        case.call,
+        lambda: bench_case(case_type, kind, shape, small),
+        writes=case.writes,
+        setting=case,
+        same=case,
+    )

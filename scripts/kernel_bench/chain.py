@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from scripts.kernel_bench.case import Arguments
+from pallas_kernels.cases.case import Arguments
 
 Call = Callable[[tuple[jax.Array, ...], Any], tuple[Any, tuple[jax.Array, ...]]]
 

@@ -22,8 +22,9 @@ from typing import Any
 import jax
 
 from kvjax.cli.output_files import output_file
+from pallas_kernels.cases.find import case_types
 from scripts.kernel_bench import measure, ops, report
-from scripts.kernel_bench.case import BenchCase, Sizes
+from scripts.kernel_bench.case import BenchCase, Sizes, bench_cases
 from scripts.kernel_bench.platform import Platform
 
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -38,13 +39,17 @@ class Found:
 
 
 def op_names() -> list[str]:
-    """The modules of `ops`."""
-    return sorted(module.name for module in pkgutil.iter_modules(ops.__path__))
+    """Of pallas_kernels, and the modules of `ops`."""
+    return sorted({*case_types(), *(module.name for module in pkgutil.iter_modules(ops.__path__))})
 
 
 def all_cases(names: Sequence[str], sizes: Sizes) -> Iterator[BenchCase]:
     """The cases of these ops."""
+    types = case_types()
     for name in names:
+        if name in types:
+            yield from bench_cases(types[name], sizes)
+            continue
         yield from importlib.import_module(f"scripts.kernel_bench.ops.{name}").cases(sizes)
 
 

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases.case import itemsize
+from pallas_kernels.cases.numbers import BLOCK_ELEMENTS, repeated
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.layouts import PageLayout, cdiv, latent_layout
 from pallas_kernels.mask import MaskRule
-from scripts.kernel_bench.case import BLOCK_ELEMENTS, Sizes, itemsize, repeated
+from scripts.kernel_bench.case import Sizes
 from scripts.kernel_bench.step import Rows, Step, rows_of
 
 KINDS = ("decode", "decode-32k", "prefill", "mixed")

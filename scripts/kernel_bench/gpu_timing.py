@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scripts.kernel_bench.case import Arguments
+from pallas_kernels.cases.case import Arguments
 from scripts.kernel_bench.chain import Chain
 from scripts.kernel_bench.report import Peaks
 from scripts.kernel_bench.timing import Timing, wall_clock

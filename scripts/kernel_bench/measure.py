@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-from scripts.kernel_bench.case import Arguments, BenchCase
+from pallas_kernels.cases.case import Arguments
+from pallas_kernels.cases.compare import excess
+from scripts.kernel_bench.case import BenchCase
 from scripts.kernel_bench.chain import Call, Chain, num_rotated
-from scripts.kernel_bench.compare import excess
 from scripts.kernel_bench.platform import Platform, Rival
 from scripts.kernel_bench.report import CANNOT, FAILED, KERNEL, Peaks, Row, row
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from scripts.kernel_bench.case import Arguments, BenchCase
+from pallas_kernels.cases.case import Arguments
+from scripts.kernel_bench.case import BenchCase
 from scripts.kernel_bench.chain import Call, Chain
 from scripts.kernel_bench.report import Peaks
 from scripts.kernel_bench.timing import Timing

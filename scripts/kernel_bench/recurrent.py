@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work
+from pallas_kernels.cases.case import Arguments, Work
+from scripts.kernel_bench.case import BenchCase, Sizes
 from scripts.kernel_bench.shards import splits, with_most_shards
 from scripts.kernel_bench.step import Rows, words
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pallas_kernels.cases.case import Arguments
 from scripts.kernel_bench import rivals_torch
-from scripts.kernel_bench.case import Arguments
 from scripts.kernel_bench.ops import ragged_paged_attention as attention
 from scripts.kernel_bench.timing import Timing
 

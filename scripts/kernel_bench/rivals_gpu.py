@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cases.case import Arguments
 from scripts.kernel_bench import rivals_flash, rivals_torch
-from scripts.kernel_bench.case import Arguments, BenchCase
+from scripts.kernel_bench.case import BenchCase
 from scripts.kernel_bench.ops import ragged_paged_attention as attention
 from scripts.kernel_bench.platform import Rival
 

@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pallas_kernels.cases.case import Arguments
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
-from scripts.kernel_bench.case import Arguments
 from scripts.kernel_bench.timing import Timing
 
 _CALLS_PER_SAMPLE = 20

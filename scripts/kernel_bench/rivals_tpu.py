@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cases.case import Arguments
 from pallas_kernels.checks import page_tokens
-from scripts.kernel_bench.case import Arguments, BenchCase
+from scripts.kernel_bench.case import BenchCase
 from scripts.kernel_bench.ops import ragged_paged_attention as attention
 from scripts.kernel_bench.platform import Rival
 

@@ -8,25 +8,22 @@ A trial compiles an op once, for a static shape and options that it draws, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 
-from tests.pallas_kernels.on_gpu import compile_on_gpu
-from tests.pallas_kernels.on_tpu import compile_on_tpu
+from pallas_kernels.cases.case import Case, Results
+from pallas_kernels.cases.numbers import one_of
+from pallas_kernels.interpret import compile_for
 
 # Yields what each case was after it was right; an error of a case says which it was.
 Trial: TypeAlias = Callable[[np.random.Generator, str], Iterator[str]]
 Rows: TypeAlias = list[tuple[int, int]]  # (query length, sequence length)
 
 PLAIN = ("reference", "xla", "triton")  # platforms that take pages of any size
+_STEPS = 4
 _RACES_WATCHED = 0.2  # of the trials: it doubles the time of an interpreted kernel
-
-
-def one_of(rng: np.random.Generator, levels: Sequence[Any]) -> Any:
-    """A level, as it is."""
-    return levels[int(rng.integers(len(levels)))]
 
 
 def compiled_on(
@@ -34,12 +31,21 @@ def compiled_on(
 ) -> Callable[..., Any]:
     """`function` for arguments of these shapes on a platform of scripts/fuzz_kernels.py; calls give numpy arrays."""
     watch = bool(rng.random() < _RACES_WATCHED)
-    if platform == "tpu":
-        return compile_on_tpu(function, *arguments, watch_races=watch)
-    if platform == "gpu":
-        return compile_on_gpu(function, *arguments, watch_races=watch)
-    jitted = jax.jit(function)
-    return lambda *given: jax.tree.map(np.asarray, jitted(*given))
+    return compile_for(platform, function, *arguments, watch_races=watch)
+
+
+def of_case_type(case_type: type[Case], rng: np.random.Generator, platform: str) -> Iterator[str]:
+    """Steps of a random case, compiled once."""
+    case = case_type.random(rng, platform)
+    call = partial(case.call, platform)
+    run = compiled_on(platform, rng, call, *case.hard_arguments(rng))
+    for step in range(_STEPS):
+        arguments = case.hard_arguments(rng)
+
+        def check(arguments: Any = arguments) -> None:
+            case.assert_right(Results(*run(*arguments)), arguments)
+
+        yield checked((case, step), check)
 
 
 def checked(what: Any, check: Callable[[], None]) -> str:

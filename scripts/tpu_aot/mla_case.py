@@ -1,8 +1,7 @@
-"""What of latent attention can be compiled: latent_write, mla_paged_attention."""
+"""What of latent attention can be compiled: mla_paged_attention."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import jax
 
 from pallas_kernels.key_share import KeyShare
-from pallas_kernels.latent_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import PageLayout, latent_layout
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_tpu as attention_kernel
@@ -41,13 +39,6 @@ class LatentCase:
     def pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The page arrays."""
         return tuple(argument(a.shape(POOL_STATES // self.page), a.dtype) for a in self.layout(self.page).arrays)
-
-
-def write(case: LatentCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """latent_write, with the pages donated by its caller."""
-    states = argument((case.tokens, case.latent_dim + case.rope_dim), "bfloat16")
-    call = functools.partial(write_kernel.latent_write, page_size=case.page)
-    return call, (states, case.pages, argument((case.tokens,), "int32"), None)
 
 
 @dataclass(frozen=True)
@@ -114,21 +105,17 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
     return call, (q, case.pages, step, per_head, rank)
 
 
-OPERATIONS = {"latent_write": (LatentCase, write), "mla_attention": (AttentionCase, attention)}
-
-
-def write_shapes(_: int) -> list[tuple[str, list[str]]]:
-    """The latents are whole on every shard."""
-    return [(shape.name, [f"latent_dim={shape.latent_dim}", f"rope_dim={shape.rope_dim}"]) for shape in SHAPES]
+OPERATIONS = {"mla_attention": (AttentionCase, attention)}
 
 
 def attention_shapes(num_shards: int) -> list[tuple[str, list[str]]]:
     """Every model whose heads split into so many shards."""
+    shapes = [shape for shape in SHAPES if shape.num_q_heads % num_shards == 0]
+    sizes = [(f"latent_dim={shape.latent_dim}", f"rope_dim={shape.rope_dim}") for shape in shapes]
     return [
         (shape.name, [*settings, f"heads={shape.per_shard(num_shards)}"])
-        for shape, (_, settings) in zip(SHAPES, write_shapes(num_shards), strict=True)
-        if shape.num_q_heads % num_shards == 0
+        for shape, settings in zip(shapes, sizes, strict=True)
     ]
 
 
-SHAPE_CASES = {"latent_write": write_shapes, "mla_attention": attention_shapes}
+SHAPE_CASES = {"mla_attention": attention_shapes}

@@ -13,14 +13,13 @@ from typing import Any
 import jax
 
 from pallas_kernels.key_share import KeyShare
-from pallas_kernels.kv_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import PageLayout, attention_layout
 from pallas_kernels.mask import MaskRule
-from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from scripts.aot import delta_case, ssm_case
 from scripts.aot.arguments import argument
+from scripts.aot.rooms import compiled_types, shape_settings, traced
 from scripts.tpu_aot import deepseek_v4_case, mla_case
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
@@ -122,33 +121,6 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
     return call, (q, case.pages, ints, given, rank, *per_head)
 
 
-@dataclass(frozen=True)
-class WriteCase(PagedCase):
-    """Sizes of one compilation of kv_write."""
-
-    tokens: int = 512
-
-
-def write(case: WriteCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """kv_write, with the pages donated by its caller."""
-    new = argument((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
-    return write_kernel.kv_write, (new, new, case.pages, argument((case.tokens,), "int32"))
-
-
-@dataclass(frozen=True)
-class MoveCase(PagedCase):
-    """Sizes of one compilation of an op on whole pages."""
-
-    count: int = 64
-
-
-def move(case: MoveCase, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """One of copy_pages, zero_pages, gather_pages and scatter_pages."""
-    (pages,), ids = case.pages, argument((case.count,), "int32")
-    last = {"copy_pages": (ids,), "scatter_pages": (argument((case.count, *pages.shape[1:]), case.dtype),)}
-    return getattr(page_kernels, name), (pages, ids, *last.get(name, ()))
-
-
 def attention_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
     """(label, settings) of the model shapes that split into so many shards."""
     for shape in SHAPES:
@@ -168,17 +140,6 @@ def attention_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
                 yield f"{shape.name}, fp8", [*settings, "dtype=float8_e4m3fn"]
 
 
-def page_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
-    """As `attention_shapes`, what their pages say."""
-    for shape in SHAPES:
-        heads = _heads(shape, num_shards)
-        if heads is not None:
-            settings = [f"kv_heads={heads[1]}", f"head_dim={shape.head_dim}"]
-            yield shape.name, settings
-            if heads[1] == 1:
-                yield f"{shape.name}, fp8", [*settings, "dtype=float8_e4m3fn"]
-
-
 def _heads(shape: AttentionShape, num_shards: int) -> tuple[int, int] | None:
     """(query heads, KV heads) of a shard; None: they do not divide."""
     try:
@@ -187,24 +148,21 @@ def _heads(shape: AttentionShape, num_shards: int) -> tuple[int, int] | None:
         return None
 
 
-_MOVES = ("copy_pages", "zero_pages", "gather_pages", "scatter_pages")
-
 OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]]] = {
     "attention": (AttentionCase, attention),
-    "kv_write": (WriteCase, write),
     **mla_case.OPERATIONS,
     **deepseek_v4_case.OPERATIONS,
     **delta_case.OPERATIONS,
     **ssm_case.OPERATIONS,
-    **{name: (MoveCase, functools.partial(move, name=name)) for name in _MOVES},
+    **{op: (case_type, functools.partial(traced, backend="tpu")) for op, case_type in compiled_types("tpu").items()},
 }
 
 # What tpu_compile_all.py compiles: number of shards -> (label, settings) of each shape that splits into so many.
 SHAPE_CASES: dict[str, Callable[[int], Iterable[tuple[str, list[str]]]]] = {
     "attention": attention_shapes,
-    **dict.fromkeys(("kv_write", *_MOVES), page_shapes),
     **mla_case.SHAPE_CASES,
     **deepseek_v4_case.SHAPE_CASES,
     **delta_case.SHAPE_CASES,
     **ssm_case.SHAPE_CASES,
+    **{op: functools.partial(shape_settings, case_type) for op, case_type in compiled_types("tpu").items()},
 }

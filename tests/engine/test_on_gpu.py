@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.interpret.on_gpu import gpu_device
 from tests.models.golden_models import goldens_of
-from tests.pallas_kernels.on_gpu import gpu_device
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import BACKENDS
+from pallas_kernels.cases.compare import excess
+from pallas_kernels.interpret.quick_callbacks import QUICK_COMPILE, quick_callbacks
 from pallas_kernels.page_ops import zero_pages
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from scripts import bench_gpu, bench_tpu
 from scripts.kernel_bench import driver
 from scripts.kernel_bench.case import BenchCase, Sizes
-from scripts.kernel_bench.compare import excess
 from tests.flags import FLAGS, OF_TRACING, ROUNDS_ELSEWHERE
 from tests.pallas_kernels.cases import Shape, as_bytes, make_case
-from tests.pallas_kernels.quick_callbacks import QUICK_COMPILE, quick_callbacks
 
 LAYOUTS = {"tpu": "tpu", "gpu": "gpu", "triton": "gpu"}  # of backends whose pages are not those of a CPU
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.interpret.on_tpu import compile_on_tpu
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.merge_states import merge_ranks, merge_states
 from pallas_kernels.mla_paged_attention import kernel_tpu as mla_tpu
@@ -22,7 +23,6 @@ from tests.pallas_kernels.cases import Shape, assert_close, make_case
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.mla_paged_attention.test_kernel_tpu import SMALL as SMALL_LATENTS
-from tests.pallas_kernels.on_tpu import compile_on_tpu
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_tpu import SMALL_BLOCKS
 

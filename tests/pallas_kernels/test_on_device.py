@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels import on_gpu, on_tpu
+from pallas_kernels.interpret import on_gpu, on_tpu
 
 
 @pytest.mark.parametrize(

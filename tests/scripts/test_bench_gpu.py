@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.case import Arguments
+from pallas_kernels.cases.compare import excess
+from pallas_kernels.kv_write.cases import WriteCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from scripts import bench_gpu
 from scripts.kernel_bench import gpu_timing, measure, report, rivals_flash, rivals_gpu, rivals_torch, roofline, timing
-from scripts.kernel_bench.case import Arguments, BenchCase, Sizes
+from scripts.kernel_bench.case import BenchCase, Sizes, bench_case
 from scripts.kernel_bench.chain import Chain
-from scripts.kernel_bench.compare import excess
-from scripts.kernel_bench.ops import kv_write
 from scripts.kernel_bench.ops import ragged_paged_attention as attention
 from scripts.kernel_bench.timing import Timing
 
@@ -86,12 +87,12 @@ def test_no_case_begins_after_the_budget(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_op_without_a_kernel_says_so_and_runs_the_reference() -> None:
     shape = AttentionShape("x", "x", 4, 2, 16)
-    case = kv_write.case("decode", shape, SIZES)
+    case = bench_case(WriteCase, "decode", shape, SIZES)
 
     def call(backend: str, pages: object, rest: object) -> object:
         if backend == "gpu":
             raise NotImplementedError("kv_write: there is no gpu kernel")
-        return kv_write.call(backend, pages, rest)
+        return WriteCase().call(backend, pages, rest)
 
     case = replace(case, call=call, small=lambda: case)
     kernel, reference = measure.dry_run(case, bench_gpu.GPU)
@@ -213,7 +214,7 @@ def test_what_others_cannot_do_is_refused() -> None:
     same = attention.case("decode-long", AttentionShape("x", "x", 4, 2, 16, sliding_window=8), SIZES)
     with pytest.raises(NotImplementedError, match="windows in prefill alone"):
         rivals_gpu.gathered(same.setting, same.arguments(0))
-    assert not list(rivals_gpu.rivals(kv_write.case("decode", AttentionShape("x", "x", 4, 2, 16), SIZES)))
+    assert not list(rivals_gpu.rivals(bench_case(WriteCase, "decode", AttentionShape("x", "x", 4, 2, 16), SIZES)))
 
 
 def test_a_rival_without_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.case import Arguments, Work
+from pallas_kernels.cases.compare import excess
+from pallas_kernels.kv_write.cases import WriteCase
+from pallas_kernels.merge_states.cases import MergeCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from scripts.kernel_bench import driver, measure, report, timing
-from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work
+from scripts.kernel_bench.case import Sizes, bench_case
 from scripts.kernel_bench.chain import Chain, num_rotated
-from scripts.kernel_bench.compare import excess
-from scripts.kernel_bench.ops import kv_write, merge_states
 from scripts.kernel_bench.platform import Platform, Rival
 from scripts.kernel_bench.timing import Timing
 
 SHAPE = AttentionShape("tiny", "x", 4, 2, 8)
+SIZES = Sizes("cpu", 4, small=True)
 PEAKS = report.Peaks(1e9, 1e12, "a test")
 
 
@@ -27,7 +30,7 @@ def rival(name: str, error: Exception | None = None) -> Rival:
     def call(pages: Any, rest: Any) -> Any:
         if error is not None:
             raise error
-        return kv_write.call("reference", pages, rest)
+        return WriteCase().call("reference", pages, rest)
 
     return Rival(name, lambda arguments: arguments, call, note="unlike ours")
 
@@ -107,8 +110,8 @@ def test_differences_are_in_units_of_the_tolerance() -> None:
     assert excess((), ()) == 0
 
 
-@pytest.mark.parametrize("case", [kv_write.case("decode", SHAPE, Sizes("cpu", 4, small=True))], ids=["kv_write"])
-def test_a_case_is_compared_timed_and_set_next_to_its_rivals(case: BenchCase) -> None:
+def test_a_case_is_compared_timed_and_set_next_to_its_rivals() -> None:
+    case = bench_case(WriteCase, "decode", SHAPE, SIZES)
     rows = list(measure.on_device(case, CPU, PEAKS, repeats=2, rivals=True, time_reference=True))
     assert [row.by for row in rows] == ["kernel", "reference", "other", "unable", "broken"]
     for row in rows[:3]:
@@ -124,7 +127,7 @@ def test_a_case_is_compared_timed_and_set_next_to_its_rivals(case: BenchCase) ->
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_said_and_counted() -> None:
-    case = merge_states.case(2, SHAPE, Sizes("cpu", 4, small=True))
+    case = bench_case(MergeCase, "2 parts", SHAPE, SIZES)
     wrong = replace(
         case, call=lambda backend, p, r: (r[0] * (2.0 if backend == "bad" else 1.0), ()), small=lambda: wrong
     )
@@ -144,7 +147,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_said_and_counted() -> None:
 
 
 def test_a_row_without_a_device_has_no_times() -> None:
-    case = replace(merge_states.case(2, SHAPE, Sizes("cpu", 4, small=True)), work=Work(2_000_000, 3_000_000_000))
+    case = replace(bench_case(MergeCase, "2 parts", SHAPE, SIZES), work=Work(2_000_000, 3_000_000_000))
     row = report.row(case, "reference", excess=0.5)
     assert (row.median_us, row.bandwidth_share, row.flops_share, row.clock) == (None, None, None, None)
     assert report.line(row).split()[-7:] == ["2.00", "3.00", "-", "-", "-", "-", "close"]

@@ -8,20 +8,21 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.case import Work
 from pallas_kernels.gated_delta_rule.shapes import DeltaShape
+from pallas_kernels.kv_write.cases import WriteCase
+from pallas_kernels.latent_write.cases import LatentWriteCase
 from pallas_kernels.mask import MaskRule
+from pallas_kernels.merge_states.cases import MergeCase
 from pallas_kernels.mla_paged_attention.shapes import LatentShape
+from pallas_kernels.page_ops.cases import MOVES, MoveCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from pallas_kernels.ssm_update.shapes import SsmShape
-from scripts.kernel_bench.case import BenchCase, Sizes, Work
+from scripts.kernel_bench.case import BenchCase, Sizes, bench_case
 from scripts.kernel_bench.ops import (
     causal_conv1d,
     gated_delta_rule,
-    kv_write,
-    latent_write,
-    merge_states,
     mla_paged_attention,
-    page_ops,
     ragged_paged_attention,
     ssm_update,
 )
@@ -100,20 +101,20 @@ def total_bytes(arrays: object) -> int:
 @pytest.mark.parametrize("op", ["kv_write", "latent_write"])
 def test_a_write_reads_its_tokens_and_changes_as_many_bytes(op: str, kind: str) -> None:
     if op == "kv_write":
-        found = kv_write.case(kind, AttentionShape("x", "x", 6, 2, 8), SIZES)
+        found = bench_case(WriteCase, kind, AttentionShape("x", "x", 6, 2, 8), SIZES)
     else:
-        found = latent_write.case(kind, LatentShape("x", "x", 3, 8, 4), SIZES)
+        found = bench_case(LatentWriteCase, kind, LatentShape("x", "x", 3, 8, 4), SIZES)
     pages, rest = found.arguments(0)
-    slots = np.asarray(rest[-1])
+    slots = np.asarray(rest[2])
     assert len(set(slots.tolist())) == len(slots)
     assert slots.min() >= 4  # never the null page
     (_, written) = found.call("reference", pages, rest)
-    assert found.work == Work(total_bytes(rest[:-1]) + changed_bytes(pages, written), 0)
+    assert found.work == Work(total_bytes(rest[:2]) + changed_bytes(pages, written), 0)
 
 
-@pytest.mark.parametrize("kind", page_ops.KINDS)
+@pytest.mark.parametrize("kind", MOVES)
 def test_page_ops(kind: str) -> None:
-    found = page_ops.case(kind, AttentionShape("x", "x", 6, 2, 8), SIZES)
+    found = bench_case(MoveCase, kind, AttentionShape("x", "x", 6, 2, 8), SIZES)
     pages, rest = found.arguments(0)
     outs, written = found.call("reference", pages, rest)
     moved = total_bytes(outs) if kind == "gather" else changed_bytes(pages, written)
@@ -130,7 +131,7 @@ def changed_bytes(pages: tuple, written: tuple) -> int:
 
 @pytest.mark.parametrize("num_parts", [2, 8])
 def test_merge_states(num_parts: int) -> None:
-    found: BenchCase = merge_states.case(num_parts, AttentionShape("x", "x", 6, 2, 8), SIZES)
+    found: BenchCase = bench_case(MergeCase, f"{num_parts} parts", AttentionShape("x", "x", 6, 2, 8), SIZES)
     pages, rest = found.arguments(0)
     flops = sum(2 for _ in np.ndindex(rest[0].shape))  # a weight times a number, added
     assert found.work == Work(total_bytes(rest) + total_bytes(found.call("reference", pages, rest)), flops)

@@ -14,7 +14,6 @@ from scripts.tpu_aot.bundles import Kernel, Loop, read_bundles, read_dumps, read
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compile_one import vmem_bytes
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
-from scripts.tpu_aot.operations import OPERATIONS
 from scripts.tpu_aot.score import BlockScore, block_scores, executed_bundles
 from tests.scripts.needs_libtpu import needs_libtpu
 
@@ -150,10 +149,6 @@ def test_a_line_of_the_table() -> None:
 def test_what_does_not_compile_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert tpu_compile.main(["v6e", "kv_write", "pages=3"]) == 1
     assert "expected a setting out of" in capsys.readouterr().err
-
-
-def test_every_op_can_be_named() -> None:
-    assert set(tpu_compile.OPS) == set(OPERATIONS)
 
 
 @needs_libtpu

@@ -50,7 +50,7 @@ def test_attention_is_compiled_at_every_shape_and_split() -> None:
 
 
 def test_settings_may_be_added_to_every_case() -> None:
-    assert {case.settings[-1] for case in shape_cases(["copy_pages"], ("page=16",))} == {"page=16"}
+    assert {case.settings[-1] for case in shape_cases(["page_ops"], ("page=16",))} == {"page=16"}
 
 
 def test_the_subset_has_every_op_on_every_chip() -> None:

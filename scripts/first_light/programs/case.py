@@ -22,12 +22,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 
 import jax
 
+from pallas_kernels.cases.case import Arguments
+from pallas_kernels.cases.compare import excess
 from scripts.bench_gpu import GPU
 from scripts.first_light.headlines import headline
 from scripts.first_light.programs.answer import answer
-from scripts.kernel_bench.case import Arguments, BenchCase
+from scripts.kernel_bench.case import BenchCase
 from scripts.kernel_bench.chain import Chain, num_rotated
-from scripts.kernel_bench.compare import excess
 from scripts.kernel_bench.gpu_timing import cupti, launches
 from scripts.kernel_bench.rivals_gpu import rivals
 from scripts.kernel_bench.timing import Timing, wall_clock

@@ -14,11 +14,11 @@ os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))  # threads of t
 
 import jax
 
+from pallas_kernels.cases.compare import excess
 from scripts.bench_gpu import GPU
 from scripts.first_light.programs.answer import answer
 from scripts.kernel_bench import driver
 from scripts.kernel_bench.case import BenchCase, Sizes
-from scripts.kernel_bench.compare import excess
 from scripts.kernel_bench.measure import dry_run
 
 _OTHERS = "triton"  # the backend of other cards

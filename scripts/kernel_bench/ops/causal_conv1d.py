@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.cases.case import Arguments, Work, itemsize
+from pallas_kernels.cases.numbers import random_array
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as DELTA_SHAPES
 from pallas_kernels.gated_delta_rule.shapes import DeltaShape
 from pallas_kernels.ssm_update import causal_conv1d
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
-from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
+from scripts.kernel_bench.case import BenchCase, Sizes
 from scripts.kernel_bench.recurrent import StateStep, case_of, cases_of
 
 OP = "causal_conv1d"

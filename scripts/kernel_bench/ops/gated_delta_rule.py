@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases.case import Arguments, Work, itemsize
+from pallas_kernels.cases.numbers import random_array
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape
-from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
+from scripts.kernel_bench.case import BenchCase, Sizes
 from scripts.kernel_bench.recurrent import StateStep, case_of, cases_of
 
 OP = "gated_delta_rule"

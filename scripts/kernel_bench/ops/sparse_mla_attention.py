@@ -9,11 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases.case import Arguments, Work, itemsize
+from pallas_kernels.cases.numbers import random_array
 from pallas_kernels.latent_entries import EntryFormat, LatentFp8
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention import plan, sparse_mla_attention
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES, SparseShape
-from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
+from scripts.kernel_bench.case import BenchCase, Sizes
 from scripts.kernel_bench.entries import KINDS, Entries, entry_bytes, entry_pages, entry_rows, stored_in
 from scripts.kernel_bench.shards import splits, with_most_shards
 from scripts.kernel_bench.step import Rows, Step, words

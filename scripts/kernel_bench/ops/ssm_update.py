@@ -8,9 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases.case import Arguments, Work, itemsize
+from pallas_kernels.cases.numbers import random_array
 from pallas_kernels.ssm_update import selective_scan
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
-from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
+from scripts.kernel_bench.case import BenchCase, Sizes
 from scripts.kernel_bench.recurrent import StateStep, case_of, cases_of
 
 OP = "ssm_update"

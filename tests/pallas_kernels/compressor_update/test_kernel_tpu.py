@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.compressor_update import compressor_update, kernel_tpu
+from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.layouts import latent_layout
 from tests.pallas_kernels.compressor_update.test_compressor_update import Steps
-from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 
 DIM = 128
 

@@ -15,10 +15,10 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule, gpu_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as MODELS
 from pallas_kernels.gpu import mosaic
+from pallas_kernels.interpret.on_gpu import compile_on_gpu
 from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
-from tests.pallas_kernels.on_gpu import compile_on_gpu
 from tests.pallas_kernels.state_cases import Step
 
 NUM_TOKENS = 12

@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.gated_delta_rule import gated_delta_rule, tpu_decode, tpu_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as MODELS
+from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.state_step import StepArrays
 from pallas_kernels.tpu.decode_states import StateTiles
 from pallas_kernels.tpu.segment_states import CarriedState
 from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
-from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 from tests.pallas_kernels.state_cases import Step
 
 # Decode over two tiles of tokens, beside other sequences, alone, none; sequences over borders of chunks.

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.indexer_topk import indexer_topk, kernel_tpu
 from pallas_kernels.indexer_topk.tpu_select import GROUP, LEAST, Selection, sort_keys
+from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
 from pallas_kernels.layouts import cdiv, latent_layout
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
@@ -24,7 +25,6 @@ from pallas_kernels.tpu.mosaic import LANES
 from tests.pallas_kernels.indexer_topk import test_indexer_topk
 from tests.pallas_kernels.indexer_topk.test_indexer_topk import DIM, check
 from tests.pallas_kernels.latent_cases import LatentShape
-from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 
 STEPS: tuple[Any, ...] = ((0, None), (1, None), (2, [(1, 1), (0, 0), (1, 160), (17, 130), (5, 5)]))
 

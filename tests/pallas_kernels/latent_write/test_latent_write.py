@@ -1,4 +1,4 @@
-"""Laws of latent_write: a state lands in its slot, whatever the layout, and nowhere else."""
+"""latent_write of encoded entries, what is refused, and what XLA does on a GPU."""
 
 from __future__ import annotations
 
@@ -11,33 +11,8 @@ import pytest
 from pallas_kernels.latent_entries import IndexFp8
 from pallas_kernels.latent_write import latent_write
 from tests.pallas_kernels.cases import random_values
-from tests.pallas_kernels.latent_cases import LatentShape, random_pages, unpacked
 
 NUM_PAGES = 6
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize(("dtype", "page_size"), [("float32", 4), ("bfloat16", 5), ("float8_e5m2", 6), ("int8", 2)])
-def test_states_land_in_their_slots(dtype: str, page_size: int, platform: str) -> None:
-    """Against a loop over states; -1 and slots of page 0 are skipped, all other bytes stay."""
-    shape = LatentShape(24, page_size, dtype, platform)
-    rng = np.random.default_rng(page_size)
-    before = random_pages(rng, shape, np.ones((NUM_PAGES, page_size), bool))
-    states = random_values(rng, (9, 24), "float32") * 30
-    slots = rng.permutation(np.arange(page_size, NUM_PAGES * page_size))[:9].astype(np.int32)
-    slots[2], slots[5] = -1, page_size - 1
-    (after,) = latent_write(
-        jnp.asarray(states), (jnp.asarray(before),), jnp.asarray(slots), scale=jnp.float32(2), page_size=page_size
-    )
-    expected = unpacked(before, shape)
-    for state, slot in zip(states.astype(np.float64), slots, strict=True):
-        if slot >= page_size:
-            limit = 127 if dtype == "int8" else float(jnp.finfo(dtype).max)
-            value = np.clip(state / 2, -limit - (dtype == "int8"), limit)
-            value = np.round(value) if dtype == "int8" else np.asarray(jnp.asarray(value, jnp.dtype(dtype)))
-            expected[slot // page_size, slot % page_size] = value
-    np.testing.assert_array_equal(unpacked(np.asarray(after), shape), expected)
-    assert after.dtype == before.dtype
 
 
 def test_entries_are_encoded() -> None:

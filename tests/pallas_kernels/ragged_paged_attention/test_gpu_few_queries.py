@@ -14,12 +14,12 @@ import pytest
 
 from pallas_kernels.gpu.kv import KVRing
 from pallas_kernels.gpu.plan import Field, GpuConfig, plan_decode
+from pallas_kernels.interpret.on_gpu import compile_on_gpu, gpu_device
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, plan, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_schedule import most_queries
 from pallas_kernels.schedule import Batch
 from tests.pallas_kernels.cases import Shape, assert_right, make_case, nan_behind
-from tests.pallas_kernels.on_gpu import compile_on_gpu, gpu_device
 from tests.pallas_kernels.oracle import Options
 
 Rows = list[tuple[int, int]]  # (queries, keys) of each sequence

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import mosaic
+from pallas_kernels.interpret.on_gpu import compile_on_gpu
 from pallas_kernels.ssm_update import causal_conv1d, gpu_conv
 from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.ssm_update.gpu_conv import Field
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
 from pallas_kernels.state_step import StateStep, StepArrays
-from tests.pallas_kernels.on_gpu import compile_on_gpu
 from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv
 from tests.pallas_kernels.state_cases import on_device, random_step
 

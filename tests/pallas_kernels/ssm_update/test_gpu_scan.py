@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import mosaic
+from pallas_kernels.interpret.on_gpu import compile_on_gpu
 from pallas_kernels.ssm_update import gpu_scan, selective_scan
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
 from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.on_gpu import compile_on_gpu
 from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
 from tests.pallas_kernels.state_cases import Step, on_device
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.interpret.on_tpu import compile_on_tpu
 from pallas_kernels.ssm_update import causal_conv1d, tpu_conv
 from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.state_step import StepArrays
-from tests.pallas_kernels.on_tpu import compile_on_tpu
 from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv
 from tests.pallas_kernels.state_cases import on_device, random_step
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.ssm_update import selective_scan, tpu_decode, tpu_mamba1, tpu_scan
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
@@ -21,7 +22,6 @@ from pallas_kernels.state_step import StepArrays
 from pallas_kernels.tpu.decode_states import StateTiles
 from pallas_kernels.tpu.segment_states import CarriedState
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
 from tests.pallas_kernels.state_cases import Step, on_device
 

@@ -74,7 +74,8 @@ def _call(*arguments: Any, callback: Callable[..., Any], **_: Any) -> Any:
 
 def _end_waits() -> None:
     """Puts every barrier in a phase that nobody awaits, which is an error of whoever waits."""
-    for barrier in list(gpu_callbacks._get_shared_memory().mem.values()):
+    barriers: list[Any] = list(gpu_callbacks._get_shared_memory().mem.values())
+    for barrier in barriers:
         if hasattr(barrier, "next_awaited_phase_by_thread"):
             with barrier.cv:
                 barrier.phase = sys.maxsize

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.pallas_kernels.on_device import call_on
+from pallas_kernels.interpret.on_device import call_on
 
 # Optimising the interpreter's program costs more than it saves.
 _QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -37,17 +38,15 @@ class RaceError(AssertionError):
 @contextlib.contextmanager
 def _races_watched() -> Iterator[None]:
     """Raises RaceError at the end if the interpreter saw a race in any kernel; jax 0.10 keeps those of the last."""
-    states, make = [], interpret_pallas_call.RaceDetectionState
+    states: list[Any] = []
+    make = interpret_pallas_call.RaceDetectionState
 
     def keep(*args: Any, **kwargs: Any) -> Any:
         states.append(make(*args, **kwargs))
         return states[-1]
 
-    interpret_pallas_call.RaceDetectionState = keep
-    try:
+    with mock.patch.object(interpret_pallas_call, "RaceDetectionState", keep):
         yield
-    finally:
-        interpret_pallas_call.RaceDetectionState = make
     if any(state.races_found for state in states):
         raise RaceError("the interpreter saw a race")
 

@@ -1,0 +1,59 @@
+"""How close results are to what is expected.
+
+Flow:    arrays, expected arrays -> [excess] -> tolerances;  [assert_close, assert_same] -> AssertionError
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+# Largest difference relative to the largest value of an array, by its dtype. The last: of an LSE whose weights were
+# rounded before they were summed.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3, "bfloat16 weights": 2e-3}
+_OTHERS = 2e-2
+
+
+def excess(got: Any, expected: Any) -> float:
+    """Largest difference over the arrays of two trees, in units of the tolerance: right up to 1."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    return max((_excess(a, b, TOLERANCE.get(str(b.dtype), _OTHERS)) for a, b in pairs), default=0.0)
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    """Arrays of a tree are as close to those expected as the dtype of what was got holds numbers.
+
+    Raises:
+        AssertionError: one is not, or has another shape.
+    """
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape, f"expected shape {b.shape}, got {a.shape}"
+        found = _excess(a, b, TOLERANCE.get(str(a.dtype), _OTHERS))
+        assert found <= 1, f"an array of {a.dtype}{a.shape} is {found:.3g} tolerances off"
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Arrays of a tree are those expected bit for bit, but that any NaN is another.
+
+    Raises:
+        AssertionError: one is not, or has another shape or dtype.
+    """
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(a), np.asarray(b)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), f"expected {y.dtype}{y.shape}, got {x.dtype}{x.shape}"
+        both_nan = np.isnan(x.astype(np.float32)) & np.isnan(y.astype(np.float32))
+        differs = (x.view(f"u{x.itemsize}") != y.view(f"u{y.itemsize}")) & ~both_nan
+        assert not differs.any(), f"{int(differs.sum())} numbers of {x.dtype}{x.shape} differ"
+
+
+def _excess(got: Any, expected: Any, tolerance: float) -> float:
+    a, b = (np.asarray(x).astype(np.float64) for x in (got, expected))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if same.all():
+        return 0.0
+    scale = max(1.0, float(np.abs(b[np.isfinite(b)]).max(initial=0.0)))
+    with np.errstate(invalid="ignore"):
+        worst = float(np.abs(a[~same] - b[~same]).max())
+    return worst / scale / tolerance if np.isfinite(worst) else float("inf")

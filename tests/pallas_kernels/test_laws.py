@@ -1,0 +1,77 @@
+"""Laws of every op that has cases, on each of its backends: a new op is here by its folder alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.cases.case import Case, Results, argument_shapes, parse, settings_of, splits
+from pallas_kernels.cases.find import case_types
+from pallas_kernels.interpret import compile_for
+
+TYPES = case_types()
+PAIRS = [(op, backend) for op, case_type in TYPES.items() for backend in case_type.backends]
+WRITING = [op for op, case_type in TYPES.items() if case_type().writes]
+every_op = pytest.mark.parametrize("case_type", TYPES.values(), ids=TYPES)
+STEPS = 2
+
+
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("op", "backend"), PAIRS)
+def test_agrees_with_the_oracle(op: str, backend: str, seed: int) -> None:
+    """Random cases with arguments that are hard; kernels are interpreted with races watched."""
+    agrees_with_the_oracle(TYPES[op], backend, seed)
+
+
+def agrees_with_the_oracle(case_type: type[Case], backend: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    case = case_type.random(rng, backend)
+    steps = [case.hard_arguments(rng) for _ in range(STEPS)]
+    run = compile_for(backend, partial(case.call, backend), *steps[0])
+    for step in steps:
+        case.assert_right(Results(*run(*step)), step)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("op", WRITING)
+def test_donated_pages_are_written_in_place(op: str, platform: str) -> None:
+    """The reference's module aliases every page array, copies none, and needs less memory than half of one."""
+    case = parse(TYPES[op], [], platform=platform, dtype="float32", q_dtype="float32")
+    pages, rest = argument_shapes(case)
+    compiled = jax.jit(partial(case.call, "reference"), donate_argnums=0).lower(pages, rest).compile()
+    text = compiled.as_text()
+    for i, array in enumerate(pages):
+        assert f": ({i}, {{}}, may-alias)" in text.splitlines()[0]
+        assert not re.findall(rf"= \S+\[{array.shape[0]},\S* (?:copy|convert|transpose)\(", text)
+        assert compiled.memory_analysis().temp_size_in_bytes < array.size * array.dtype.itemsize // 2
+
+
+@every_op
+def test_a_case_is_what_its_settings_say(case_type: type[Case]) -> None:
+    """Each field can be set by name=value, and no other."""
+    for seed in range(5):
+        case = case_type.random(np.random.default_rng(seed), "reference")
+        assert parse(case_type, settings_of(dataclasses.asdict(case))) == case
+    with pytest.raises(ValueError, match=r"expected a setting out of .*'platform'.*, got 'nothing'"):
+        parse(case_type, ["nothing=1"])
+    with pytest.raises(ValueError, match=r"expected a model out of .*, got 'nobody'"):
+        parse(case_type, ["model=nobody"])
+
+
+@every_op
+def test_every_model_has_cases(case_type: type[Case]) -> None:
+    """A whole layer of every model, and a shard of it where it splits, is a case that can be compiled."""
+    names = [shape.name for shape in case_type.shapes]
+    assert len(set(names)) == len(names)
+    for shape in case_type.shapes:
+        for num_shards in (1, 2, 4, 8):
+            assert splits(case_type, shape, num_shards) or num_shards > 1
+            for label, sizes in case_type.to_compile(shape, num_shards) if num_shards == 1 else ():
+                assert shape.name in label
+                assert parse(case_type, [f"model={shape.name}", *settings_of(sizes)]) == case_type(**sizes)
