@@ -5,3 +5,5 @@ reference stack on top, `kvjax.cli` the command line. Importing `kvjax` itself l
 """
 
 __version__ = "0.1.0"
+
+__all__ = ["__version__"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,8 @@ from kvjax.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+VERSIONING = (ROOT / "docs" / "versioning.md").read_text(encoding="utf-8")
+PACKAGES = sorted(f"kvjax.{path.parent.name}" for path in (ROOT / "kvjax").glob("*/__init__.py"))
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SHELL = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 PYTHON_BLOCKS = [
@@ -57,6 +60,17 @@ def test_the_site_lists_every_page() -> None:
     listed = set(re.findall(r"^ +- .*: (\S+\.md)$", text, re.MULTILINE))
     excluded = set(re.findall(r"^  /(\S+\.md)$", text, re.MULTILINE))
     assert listed | excluded == {page.relative_to(ROOT / "docs").as_posix() for page in PAGES}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_says_what_is_public_and_whether_it_is_stable(name: str) -> None:
+    """It has `__all__`, a reference page, and a line that promises."""
+    module = importlib.import_module(name)
+    assert module.__all__
+    page = (ROOT / "docs" / "reference" / f"{name.removeprefix('kvjax.')}.md").read_text(encoding="utf-8")
+    assert f"::: {name}" in page
+    promises = re.findall(rf"^\| `{name}` \| (library|laboratory) \|$", VERSIONING, re.MULTILINE)
+    assert len(promises) == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -2,3 +2,5 @@
 
 An adapter has no behaviour of its own. It imports without its stack; what it is used for imports the stack.
 """
+
+__all__ = ["easydel", "sglang_jax", "tpu_inference", "vllm"]

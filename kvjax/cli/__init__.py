@@ -1,1 +1,3 @@
 """The `kvjax` command: `generate`, `replay`, `bench` and `plan`, each imported only when it is named."""
+
+__all__ = ["main"]

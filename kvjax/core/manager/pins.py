@@ -1,7 +1,9 @@
 """Prefixes that stay in the cache until they are let go: their blocks are held outside every block table.
 
 Flow:    KVCacheManager.pin(request) -> [Pins] -> PinnedPrefix; its blocks are never reused until unpin
-Source:  ARCHITECTURE.md, "Admission by worst case"; for system prompts, and prompts that the samples of a training step share
+Source:  ARCHITECTURE.md, "Admission by worst case"
+
+Pins serve system prompts, and prompts that the samples of a training step share.
 
 A pin takes blocks from what requests can have, so one is refused that would leave a pool less than the longest request
 needs (and, with reserve=True, less than the running requests have reserved).
