@@ -113,7 +113,7 @@ class EntryCache:
 
     @classmethod
     def of(cls, pages: tuple[jax.Array, ...], entries: EntryFormat, dim: int, page_size: int) -> EntryCache:
-        """Of latent pages that hold vectors of `dim` numbers."""
+        """The cache of latent pages that hold vectors of `dim` numbers."""
         return cls(LatentPages(pages[0], page_size, entries.width(dim)), entries, dim)
 
     def read(self, slots: jax.Array) -> jax.Array:

@@ -44,7 +44,7 @@ class StateStep(NamedTuple):
 
     @classmethod
     def of(cls, num_tokens: int, step: StepArrays) -> StateStep:
-        """Of a step with room for so many tokens."""
+        """The states of a step with room for so many tokens."""
         starts, width = step.query_start_loc, step.state_write.shape[1]
         batch = Batch.of_step(jnp.diff(starts), starts, step.distribution)
         seq, place = TokenPlaces.of_batch(batch, num_tokens)
@@ -59,7 +59,7 @@ class StateStep(NamedTuple):
 
     @property
     def num_kept(self) -> jax.Array:  # int32[S]
-        """Of how many last tokens one has a page; 1 where only the last may have."""
+        """How many last tokens of a sequence have a page of their own; 1 where only the last may have."""
         width = self.write.shape[1]
         return jnp.max(jnp.where(self.write > 0, width - jnp.arange(width), 1), axis=1)
 

@@ -35,7 +35,7 @@ class Table:
     entries: dict[str, tuple[Shape, Sizes]] = field(default_factory=dict)  # by `key_of` the shape
 
     def sizes(self, shape: Shape) -> Sizes:
-        """Those of `shape`; empty where there is no entry."""
+        """The tuned sizes of `shape`; empty where there is no entry."""
         return self.entries.get(key_of(shape), ({}, {}))[1]
 
     def text(self) -> str:

@@ -126,7 +126,7 @@ def measure_hugging_face(process: HuggingFaceProcess, workload: Workload) -> Spe
 
 
 def median_speeds(runs: Sequence[Speeds]) -> Speeds:
-    """Of each part the run in which it took neither the shortest nor the longest; tokens are those of the last run."""
+    """For each part, the run of median time; the tokens are those of the last run."""
     parts = {
         name: min(of_part, key=lambda one: abs(one.wall_s - statistics.median_low([each.wall_s for each in of_part])))
         for name in ("prefill", "decode", "total")

@@ -45,12 +45,12 @@ class BenchResult:
 
     @property
     def speeds(self) -> Speeds:
-        """Of the engine."""
+        """The engine's median speeds."""
         return median_speeds([run.speeds for run in self.runs])
 
     @property
     def baseline_speeds(self) -> Speeds | None:
-        """Of Hugging Face."""
+        """Hugging Face's median speeds; None: it was not run."""
         return median_speeds(self.baseline) if self.baseline else None
 
     @property

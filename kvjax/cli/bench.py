@@ -169,7 +169,7 @@ def _baseline(args: argparse.Namespace, folder: Path, dtype: str, stack: ExitSta
 
 
 def _num_cores() -> int:
-    """Those that this process may use."""
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

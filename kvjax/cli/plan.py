@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_manager(plan: KVCachePlan) -> KVCacheManager:
-    """Of the planned cache, with the defaults: it warns where no prompt can ever hit."""
+    """The manager of the planned cache, with the defaults: it warns where no prompt can ever hit."""
     return KVCacheManager(
         plan.config,
         plan.max_model_len,

@@ -94,7 +94,7 @@ class KVCacheSpec(abc.ABC):
     @property
     @abc.abstractmethod
     def state_pages(self) -> StatePages | None:
-        """Of a kind whose pages are recurrent states: where they lie. None: pages hold tokens."""
+        """Where a kind's recurrent states lie; None: pages hold tokens."""
 
     @property
     @abc.abstractmethod
@@ -208,7 +208,7 @@ class KVCacheGroupSpec:
 
     @cached_property
     def tokens_per_state(self) -> frozenset[int]:
-        """Of all layers, which may differ."""
+        """Tokens of a state in each layer; layers may differ."""
         return frozenset(spec.tokens_per_state for spec in self.layer_specs or (self.kv_cache_spec,))
 
 

@@ -42,7 +42,7 @@ class DeviceStates:
 
     @classmethod
     def empty(cls, num_requests: int, num_drafts: int) -> DeviceStates:
-        """Of no request."""
+        """States without any request."""
         shape = (num_requests, 1 + num_drafts) if num_drafts else (num_requests,)
         return cls(np.zeros(num_requests, np.int32), np.zeros(shape, np.int32), np.zeros(num_requests, bool))
 

@@ -62,12 +62,12 @@ class _Renaming:
 
 
 def _equal_bits(ours: Any, theirs: Any) -> bool:
-    """Of two numbers of one dtype."""
+    """Whether two numbers of one dtype have equal bits."""
     return np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
 def _equal_values(ours: Any, theirs: Any) -> bool:
-    """Of two parameters, or trees of them."""
+    """Whether two parameters, or trees of them, are equal."""
     if ours is theirs:
         return True
     if type(ours) is not type(theirs) or isinstance(ours, np.ndarray | jax.Array):

@@ -96,15 +96,15 @@ class LayerStep:
 
     @property
     def by_rank(self) -> PartitionSpec:
-        """Of tables and slots, which data ranks have one after another."""
+        """How tables and slots are split, which data ranks have one after another."""
         return self.placement.by_rank
 
     def heads(self, rank: int, head_dim: int) -> PartitionSpec:
-        """Of an array of the step's tokens of `rank` dimensions with heads in dimension `head_dim`."""
+        """How an array of the step's tokens is split: it has `rank` dimensions, with heads in dimension `head_dim`."""
         return self.placement.token_spec(rank, head_dim)
 
     def per_head(self, x: jax.Array | None) -> PartitionSpec | None:
-        """Of an optional scalar or array of one number a head."""
+        """How an optional scalar, or an array of one number a head, is split."""
         if x is None:
             return None
         return PartitionSpec() if x.ndim == 0 else self.placement.head_spec(1, 0)

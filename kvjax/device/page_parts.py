@@ -34,7 +34,7 @@ class PagePart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part of a page."""
+        """The shape of the part of a page."""
         return tuple(end - first for first, end in self.bounds)
 
 

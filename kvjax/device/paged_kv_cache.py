@@ -269,7 +269,7 @@ class PagedKVCache:
         return self._ran(layer_name, out, pages)
 
     def _arrays_to_update(self, layer_name: str, count: int, arrays: Sequence[int] | None) -> tuple[int, ...]:
-        """Those of a layer's `count` arrays of states that a call updates."""
+        """The places of the arrays that a call updates among a layer's `count` arrays of states."""
         chosen = tuple(range(count)) if arrays is None else tuple(arrays)
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(count)):
             raise ValueError(f"layer {layer_name!r}: expected distinct arrays out of {count}, got {chosen}")

@@ -99,7 +99,7 @@ class Placement:
 
     @property
     def context_ranks(self) -> ContextRanks | None:
-        """Those devices; None: pages hold all their tokens."""
+        """The devices that share a page's tokens; None: pages hold all their tokens."""
         return (
             None
             if self.token_axis is None or self.num_context == 1

@@ -79,7 +79,7 @@ def update_states(
 
 
 def _input_spec(layer: LayerStep, head_dim: int | None) -> PartitionSpec:
-    """Of an input split in dimension `head_dim`: a weight if that is the first, else numbers of the step's tokens."""
+    """How an input is split in dimension `head_dim`: a weight if that is the first, else numbers of tokens."""
     if head_dim == 0:
         return layer.placement.head_spec(1, 0)
     return layer.by_rank if head_dim is None else layer.heads(head_dim + 1, head_dim)

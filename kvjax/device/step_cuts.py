@@ -207,7 +207,7 @@ class _Kinds:
         self._texts: dict[int, str] = {}  # of functions inside equations, by identity: layers alike share many
 
     def of(self, part: _Part) -> tuple[str, ...]:
-        """Of a layer."""
+        """The texts of a layer's equations."""
         return tuple(map(self._of_equation, part.equations))
 
     def _of_equation(self, equation: JaxprEqn) -> str:

@@ -349,7 +349,7 @@ def _wake_all(mailboxes: list[Mailbox]) -> None:
 
 
 async def _results(outputs: AsyncGenerator[RequestOutput]) -> list[GenerationResult]:
-    """Those of all samples."""
+    """The results of all samples, in their order."""
     results = {output.sample: output.result async for output in outputs if output.result is not None}
     return [results[sample] for sample in sorted(results)]
 

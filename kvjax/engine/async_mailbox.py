@@ -30,7 +30,7 @@ class RequestOutput:
 
 @dataclass
 class _Unread:
-    """Of one sample."""
+    """Output of one sample that nobody has read."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -235,7 +235,7 @@ class DraftRequests:
         *,
         delay_cache_blocks: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the requests that find blocks, and their new tokens: while one does not, the last of `rows` goes.
+        """The requests that find blocks, and their new tokens; while one finds none, the last of `rows` gives way.
 
         Its step may be planned: that is dispatched before any that writes the blocks anew.
         """

@@ -63,7 +63,7 @@ class EngineCore:
 
     @property
     def ids_in_use(self) -> Container[str]:
-        """Of requests that are unfinished, or have ended in a step whose outputs nobody has yet."""
+        """Ids of requests that are unfinished, or that ended in a step whose outputs nobody has yet."""
         undelivered = self.loop.undelivered
         if undelivered is None or undelivered.outputs is None:
             return self.loop.requests

@@ -30,7 +30,7 @@ class EngineWeights:
 
     @cached_property
     def at_start(self) -> WeightsInUse:
-        """Those that the engine began with."""
+        """The weights that the engine began with."""
         module, shared = self._loaded.module, self._shared
         digest = cache(lambda: weights_digest(module) if shared is None else shared.digest())
         return WeightsInUse(self._model, None, digest)

@@ -82,7 +82,7 @@ class HostLoop:
 
     @property
     def managers(self) -> tuple[KVCacheManager, ...]:
-        """Of each data rank: there is one."""
+        """The manager of each data rank: there is one."""
         return (self.manager,)
 
     def add(self, samples: Sequence[EngineRequest]) -> None:

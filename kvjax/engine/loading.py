@@ -107,7 +107,7 @@ class LoadingRequests:
         return waiting
 
     def take_loaded(self) -> list[EngineRequest]:
-        """Those that may run, which leave."""
+        """Takes out the requests that may run."""
         loaded, self.loaded = self.loaded, []
         return loaded
 

@@ -25,7 +25,7 @@ class TopLogprobs:
 
     @classmethod
     def joined(cls, parts: Sequence[TopLogprobs], k: int) -> TopLogprobs:
-        """Those of the parts one after another."""
+        """The rows of all parts, one after another."""
         empty = cls(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32), np.zeros(0, np.int32))
         columns = ([getattr(part, name) for part in (empty, *parts)] for name in ("token_ids", "logprobs", "ranks"))
         return cls(*map(np.concatenate, columns))

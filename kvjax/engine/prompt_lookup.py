@@ -36,7 +36,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class _Nodes(NamedTuple):
-    """Of G sizes, R rows and C columns, one for each token: what is known of the n-gram that first ended there."""
+    """What is known of the n-gram that first ended at each token: G sizes, R rows, C columns."""
 
     links: np.ndarray  # int32[G, R, C] next node of the chain, -1: the last
     newest: np.ndarray  # int32[G, R, C] where the n-gram ended last
@@ -186,7 +186,7 @@ class PromptLookup:
         self._num_indexed[row] = num_tokens
 
     def _hashes(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:  # uint64[G, n]
-        """Of the n-grams that end at `places`. One that would begin before the row is like no other."""
+        """Hashes of the n-grams that end at `places`. One that would begin before the row is like no other."""
         columns = places - np.arange(self._sizes[0])[:, None]
         tokens = self._table.token_ids[rows, np.maximum(columns, 0)].astype(np.uint64) + np.uint64(1)
         if int(places.min(initial=0)) < self._sizes[0]:

@@ -29,7 +29,7 @@ class DeviceInputs:
 
     @classmethod
     def of(cls, steps: RankSteps, sizes: SamplerSizes | None, num_previous: int) -> DeviceInputs:
-        """Of ranks that each have so many lines of the sampler's state and tokens of the step before."""
+        """The inputs of all ranks, each with so many lines of the sampler's state and tokens of the step before."""
         num_lines = 0 if sizes is None else sizes.num_lines
         made = cls([], [], [], [])
         for rank, step in enumerate(steps.by_rank):
@@ -43,7 +43,7 @@ class DeviceInputs:
 
 
 def sizes_of_ranks(sizes: SamplerSizes, num_ranks: int) -> SamplerSizes:
-    """Of the lines of all ranks."""
+    """The sizes with the lines of all ranks."""
     return replace(sizes, num_lines=sizes.num_lines * num_ranks)
 
 

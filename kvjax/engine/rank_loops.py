@@ -47,7 +47,7 @@ class RankPin:
 
     @property
     def num_tokens(self) -> int:
-        """Of the hit that stays."""
+        """Tokens of the hit that stays."""
         return self.prefix.num_tokens
 
 
@@ -114,7 +114,7 @@ class RankLoops:
 
     @property
     def manager(self) -> KVCacheManager:
-        """Of one rank there would be one.
+        """One rank would have one manager; several have `managers`.
 
         Raises:
             ValueError: always; `managers` has those of all ranks.

@@ -46,7 +46,7 @@ class StepEnd:
 
 
 def restart(requests: Iterable[EngineRequest], end: StepEnd | None, rows: RunningRows) -> list[EngineRequest]:
-    """Those of the `requests` that have not ended, waiting, with what was handed over of them and nothing computed.
+    """The `requests` that have not ended, waiting: they keep what was handed over, and nothing is computed.
 
     The same objects, in the given order. May be called again if it was broken off itself. The manager and scheduler
     that held them are of no use afterwards.

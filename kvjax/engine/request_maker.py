@@ -149,7 +149,7 @@ class RequestMaker:
         return self._model.tokenizer.encode(prompt)
 
     def _seed(self, params: SamplingParams, place: int) -> int:
-        """Of the prompt's sample number `place`."""
+        """The seed of the prompt's sample number `place`."""
         if params.seed is not None:
             return (params.seed + place) % (MAX_SEED + 1)
         return int(np.random.SeedSequence((self._engine_seed, self.num_queued + place)).generate_state(1)[0])

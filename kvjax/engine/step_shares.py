@@ -59,7 +59,7 @@ class StepShares:
     def of_one(
         self, engine_request: EngineRequest, num_new: int, num_hit: int = 0, hit: KVCacheBlocks | None = None
     ) -> int:
-        """Of `num_new` tokens, those that a step takes; a request that starts comes with its hit."""
+        """How many of `num_new` tokens a step takes; a request that starts comes with its hit."""
         if not self._has_states:
             return num_new
         request, size = engine_request.request, self._manager.state_block_size

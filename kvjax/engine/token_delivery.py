@@ -199,7 +199,7 @@ class TokenDelivery:
             request.stats.num_accepted_tokens += 1
 
     def _tell_drafter(self, rows: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Of the requests that still run."""
+        """Tells the drafter what was accepted of the requests that still run."""
         runs = self._by_row.is_running[rows]
         if self._drafter is not None and runs.any():
             self._drafter.settle(rows[runs], num_drafts[runs], num_accepted[runs])

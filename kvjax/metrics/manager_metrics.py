@@ -148,7 +148,7 @@ class _PoolSeries:
         self._num_evicted = 0  # at the last observation
 
     def observe(self, pools: Sequence[BlockPool]) -> None:
-        """Of each rank's: held by requests; free but still a hit; free and empty. The null block is none of them."""
+        """Counts the blocks of each rank's pool: held, free but still a hit, free and empty; the null block is none."""
         num_cached = sum(pool.num_cached_free_blocks for pool in pools)
         num_free = sum(pool.num_free_blocks for pool in pools)
         num_evicted = sum(pool.num_evicted_blocks for pool in pools)

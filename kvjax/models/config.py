@@ -83,7 +83,7 @@ class ModelConfig(abc.ABC):
 
     @property
     def cache_dtype(self) -> str:
-        """Of caches unless another is asked for."""
+        """The dtype of caches unless another is asked for."""
         return self.dtype
 
     @property

@@ -62,7 +62,7 @@ class DenseAttention:
     def _keys_and_values(
         self, layer_name: str, k: jax.Array | None, v: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Those of the layer, or of the one it shares them with."""
+        """K and V of the layer, or of the layer that it shares them with."""
         if k is None or v is None:
             owner = self._owners.get(layer_name)
             if owner is None or owner not in self._kept:

@@ -28,7 +28,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # what the library ta
 
 
 class OpenTokens:
-    """Those of one decoder. Costs a few operations on the token's text."""
+    """The open tokens of one decoder. Costs a few operations on the token's text."""
 
     def __init__(self, decoder: Mapping[str, Any] | None) -> None:  # as in tokenizer.json; None: tokens are joined
         self._steps = list(_steps(decoder))

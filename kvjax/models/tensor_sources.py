@@ -33,7 +33,7 @@ class HasShape(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """Of the tensor as it is stored."""
+        """The shape of the tensor as it is stored."""
 
 
 class TensorSource(abc.ABC):
@@ -108,7 +108,7 @@ class Whole(_OfOneTensor):
     shape: Shape | None = None
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
-        """Of the one tensor."""
+        """The shape of the one tensor."""
         if self.shape is not None:
             return (self.shape,)
         return (_swapped(param_shape) if self.transposed else param_shape,)
@@ -137,7 +137,7 @@ class Part(_PartOfTensor):
     axis: int = 0
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         rows = _swapped(param_shape) if self.transposed else param_shape
         return ((*rows[: self.axis], self.total, *rows[self.axis + 1 :]),)
 
@@ -157,7 +157,7 @@ class Rows(_PartOfTensor):
     transposed: bool = True
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         part = _swapped(param_shape) if self.transposed else param_shape
         return ((self.total, *part[1:]),)
 
@@ -170,13 +170,13 @@ class Rows(_PartOfTensor):
 
 @dataclass(frozen=True)
 class HeadPart(_PartOfTensor):
-    """Of every head's `rows_of_head` rows of a tensor those from `start` on: a parameter [heads, rows, in]."""
+    """Rows from `start` on in every head's `rows_of_head` rows of a tensor: a parameter [heads, rows, in]."""
 
     start: int
     rows_of_head: int
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return ((param_shape[0] * self.rows_of_head, param_shape[2]),)
 
     def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
@@ -198,7 +198,7 @@ class Stack(TensorSource):
         return self.names_of_parts
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
-        """Of each part."""
+        """The shape of each part."""
         part = param_shape[1:]
         return (_swapped(part) if self.transposed else part,) * len(self.names_of_parts)
 
@@ -225,11 +225,11 @@ class Either(TensorSource):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the first."""
+        """The names of the first way."""
         return self.ways[0].names
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
-        """Of the first."""
+        """The shapes of the first way."""
         return self.ways[0].shapes(param_shape)
 
     def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:

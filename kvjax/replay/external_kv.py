@@ -15,7 +15,7 @@ from kvjax.tiers.connector import LoadResults
 
 
 class ExternalKV(Protocol):
-    """Of one replica: `ReplayTiers`, `PrefilledKV`."""
+    """KV from beyond one replica's pools: `ReplayTiers`, `PrefilledKV`."""
 
     @property
     def is_hit(self) -> bool:

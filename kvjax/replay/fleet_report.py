@@ -49,7 +49,7 @@ def fleet_json(result: FleetResult) -> dict[str, Any]:
 
 
 def side_values(recorders: Sequence[Recorder], virtual_seconds: float) -> dict[str, Any]:
-    """Of some replicas: `busy` is the share of their time that they were in a step."""
+    """Figures of some replicas: `busy` is the share of their time that they were in a step."""
     prompt_tokens = sum(recorder.prompt_tokens for recorder in recorders)
     hit_tokens = sum(recorder.hit_tokens for recorder in recorders)
     return {

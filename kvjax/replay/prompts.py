@@ -54,7 +54,7 @@ class PromptMaker:
         return hashes
 
     def _block_ends(self, source: TraceRequest) -> list[int]:
-        """Of each hash id, how many cache blocks end in its tokens or before."""
+        """How many cache blocks end in the tokens of each hash id or before."""
         num_tokens = np.arange(1, len(source.hash_ids) + 1) * source.hash_block_size
         return (num_tokens // self.hasher.block_size).tolist()
 

@@ -17,7 +17,7 @@ from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
 
 
 class Arrival(Protocol):
-    """Of a request's account: `kvjax.engine.RequestStats`."""
+    """When a request arrived, as its account says: `kvjax.engine.RequestStats`."""
 
     @property
     def arrival_time_s(self) -> float:

@@ -24,7 +24,7 @@ _SHARE = KEPT_SHARE - 0.05  # of a disk's bytes: after deleting, it has the unit
 
 
 class CommonIndex:
-    """Of the units that lie on one set of disks. Owned by the scheduler's thread."""
+    """An index of the units that lie on one set of disks. Owned by the scheduler's thread."""
 
     def __init__(self, max_bytes: int, bytes_of_group: Sequence[int]) -> None:
         """`bytes_of_group`: of a unit, on the disk that has most of it. `max_bytes`: of that disk."""

@@ -122,7 +122,7 @@ class RankConnector(Protocol):
 
     @property
     def scheduler(self) -> SchedulerConnector:
-        """Of the thread that schedules."""
+        """The half for the thread that schedules."""
 
 
 class KVConnector(Protocol):
@@ -135,7 +135,7 @@ class KVConnector(Protocol):
 
     @property
     def scheduler(self) -> StepConnector:
-        """Of the thread that schedules, all data ranks together."""
+        """The half for the thread that schedules, all data ranks together."""
 
     @property
     def worker(self) -> WorkerConnector:

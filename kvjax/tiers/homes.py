@@ -51,7 +51,7 @@ class Home:
 
     @property
     def bytes_of_group(self) -> tuple[int, ...]:
-        """Of one unit, in the process that has most of it."""
+        """Bytes of one unit of each group, in the process that has most of it."""
         return tuple(map(max, zip(*(sizes.bytes_of_group for sizes in self.sizes.values()), strict=True)))
 
     def sizes_in(self, process: int) -> UnitSizes:
@@ -67,7 +67,7 @@ class Home:
         return replace(own, bytes_of_group=self.bytes_of_group)
 
     def share_of(self, num_bytes: int, homes_of: Counter[int]) -> int:
-        """Of so many bytes of each process those that all of them have for this home, which they divide evenly."""
+        """This home's share of `num_bytes` of each process, which its homes divide evenly."""
         return num_bytes // max(homes_of[process] for process in self.processes)
 
 

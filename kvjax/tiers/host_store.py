@@ -215,7 +215,7 @@ class HostStore:
             self._rows[pool_id].give((ids[pools == pool_id] - self._offsets[pool_id]).tolist())
 
     def _give_back_memory(self) -> None:
-        """Of rows that nobody uses, where it is more than the bytes that are free."""
+        """Gives back the memory of rows that nobody uses, where it is more than the bytes that are free."""
         for rows in self._rows:
             if sum(each.warm_bytes for each in self._rows) > self._free_bytes:
                 rows.cool()

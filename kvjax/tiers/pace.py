@@ -63,7 +63,7 @@ class Pace(Protocol):
 
 
 class OwnPace:
-    """Of one process: what is there counts."""
+    """The pace of one process: what is there counts."""
 
     def begin_turn(self) -> int:
         """As `Pace.begin_turn`; nobody counts turns."""

@@ -149,7 +149,7 @@ class HomeWorkers:
         return pages
 
     def get_finished(self) -> list[ConnectorOutput]:
-        """Of each, in a turn that begins now."""
+        """What each worker has finished, in a turn that begins now."""
         self._reports.begin_turn()
         return [worker.get_finished() for worker in self._workers]
 
@@ -168,7 +168,7 @@ class HomeSchedulers:
         self._schedulers = [tiers.scheduler for tiers in by_home]
 
     def build_connector_meta(self) -> list[TierMeta]:
-        """Of each."""
+        """The metadata of each scheduler."""
         return [one.build_connector_meta() for one in self._schedulers]
 
     def update_connector_output(self, output: Sequence[ConnectorOutput]) -> LoadResults:

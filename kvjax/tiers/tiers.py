@@ -63,7 +63,7 @@ class TierShare:
         num_context: int = 1,
         num_ranks: int = 1,
     ) -> TierShare:
-        """Of one process: all pages of all ranks; `model` as of `identity_of`.
+        """The share of one process that has all pages of all ranks; `model` as of `identity_of`.
 
         Raises:
             ValueError: as `DiskStore`. Nothing is allocated.
@@ -141,7 +141,7 @@ class Tiers:
         num_context: int = 1,
         num_ranks: int = 1,
     ) -> Tiers:
-        """Those of one process.
+        """The tiers of one process.
 
         `model` says what computes the pages (`identity_of`); None: the name in `config.weights` alone does.
         `num_context` devices share the tokens of every page; `num_ranks` data ranks, each of pools of its own, share

@@ -41,7 +41,7 @@ class UnitsInTransit:
 
     @property
     def held_slots(self) -> list[tuple[int, list[int]]]:
-        """Of all schedulers."""
+        """The held slots of all schedulers."""
         return [held for one in self.schedulers for held in one.held_slots]
 
     def next_load(self) -> int:

@@ -77,7 +77,7 @@ class LayerPages:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of each array of entries."""
+        """The dtype of each array of entries."""
         arrays = self.layout.arrays
         return (
             tuple(array.dtype for array in arrays) if len(arrays) > 1 else (arrays[0].dtype,) * len(self.entry_shapes)
@@ -108,7 +108,7 @@ class LayerPages:
         return lax.all_gather(own, self.placement.token_axis, axis=1).reshape(-1, *own.shape[1:])
 
     def own_places(self, places: jax.Array) -> jax.Array:
-        """Of places int32[n] of entries in the order of the tokens those of this context rank."""
+        """This context rank's places among int32[n] places of entries in the order of the tokens."""
         if self.num_context == 1:
             return places
         return places.reshape(-1, self.num_context)[:, lax.axis_index(self.placement.token_axis)]

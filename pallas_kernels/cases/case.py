@@ -32,14 +32,14 @@ class Work(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Of one call. `pages` are the page arrays, which an op that writes gets donated."""
+    """The arguments of one call. `pages` are the page arrays, which an op that writes gets donated."""
 
     pages: tuple[Any, ...]
     rest: Any
 
 
 class Results(NamedTuple):
-    """Of one call: its outputs, and the page arrays that it wrote."""
+    """What one call gives: its outputs, and the page arrays that it wrote."""
 
     outs: Any
     pages: tuple[Any, ...]
@@ -108,7 +108,7 @@ class Case(abc.ABC):
     @property
     @abc.abstractmethod
     def work(self) -> Work:
-        """Of one call."""
+        """The work of one call."""
 
     @abc.abstractmethod
     def arguments(self, seed: int) -> Arguments:

@@ -36,7 +36,7 @@ class KVCase(Case, ABC):
 
     @property
     def layout(self) -> PageLayout:
-        """Of the pages."""
+        """The layout of the pages."""
         return attention_layout(
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,

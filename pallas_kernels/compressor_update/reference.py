@@ -17,7 +17,7 @@ _AT_ONCE_BYTES = 64 << 20  # on GPUs: of the states that entries gather
 
 
 def entry_bytes(position_bias: jax.Array, overlap: bool) -> int:
-    """Of the states that one entry gathers."""
+    """Bytes of the states that one entry gathers."""
     ratio, width = position_bias.shape
     return 4 * 2 * width * ratio * (1 + overlap)
 
@@ -76,7 +76,7 @@ def biased_states(kv: jax.Array, scores: jax.Array, batch: Batch, position_bias:
 
 
 def _own_halves(x: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
-    """Of [2 * ratio, 2 * D]: what the tokens of the entry before, and what its own, have for an entry."""
+    """What the tokens of the entry before, and what its own, have for an entry, from [2 * ratio, 2 * D]."""
     before, own = x[:ratio], x[ratio:]
     dim = x.shape[-1] // 2
     return before[:, :dim], own[:, dim:]

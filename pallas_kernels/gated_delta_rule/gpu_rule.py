@@ -153,7 +153,7 @@ class _Tile(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], key_dim: int, key_heads: int, num_seqs: int, is_per_channel: bool) -> _Tile:
-        """Of values [T, H, V]: wide where sequences have one token at most, if that divides a head."""
+        """The tile of values [T, H, V]: wide where sequences have one token at most, if that divides a head."""
         room, num_heads, value_dim = shape
         columns, num_tokens = _NARROW, 1
         if room > num_seqs:
@@ -164,7 +164,7 @@ class _Tile(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        """Of the tile in registers."""
+        """The layout of the tile in registers."""
         return mosaic.lane_columns(self.columns)
 
     def across(self, per_row: jax.Array) -> jax.Array:

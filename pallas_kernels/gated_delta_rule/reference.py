@@ -46,7 +46,7 @@ class TokenStates(NamedTuple):
 
     @classmethod
     def of(cls, step: StateStep) -> TokenStates:
-        """Those of the step."""
+        """The states of each token of the step."""
         return cls(step.place, step.q_lens[step.seq], step.num_kept[step.seq], step.reads, step.writes)
 
 

@@ -210,7 +210,7 @@ def _products_per_channel(keys: jax.Array, queries: jax.Array, gates: jax.Array)
 
 
 def _inverses(lower: list[jax.Array]) -> list[jax.Array]:
-    """Of I + the strictly lower parts of [64, 64]: blocks along the diagonal, each time of twice the size."""
+    """Inverses of I + the strictly lower parts of [64, 64]: blocks along the diagonal, each time of twice the size."""
     row, column = _places()
     inverses = [_ones(row == column)] * len(lower)
     for half in _halves():

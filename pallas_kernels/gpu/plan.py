@@ -81,7 +81,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of_piece(cls, pieces: Any, piece: jax.Array) -> Keys:
-        """Of a row of a table of `Field`."""
+        """The keys of a row of a table of `Field`."""
         return cls(*(pieces[piece, Field.FIRST + i] for i in range(len(cls._fields))))
 
     @classmethod

@@ -39,7 +39,7 @@ def sort_keys(scores: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Selection:
-    """Of one token."""
+    """The selection of one token."""
 
     keys: Ref  # VMEM int32[rows, 128], rows a multiple of GROUP
     num_groups: jax.Array  # groups of rows that are filled
@@ -176,7 +176,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Of a group of 128 rows: numbers of the selected entries, counted over all rows."""
+    """The selected entries of a group of 128 rows, numbered over all rows."""
 
     group: Any
     first: jax.Array  # float32[128, 128] of each row, along the lanes: number of its first selected entry

@@ -205,7 +205,7 @@ def _walked(
 
 
 def _number_dtype(keys: Keys) -> jnp.dtype:
-    """Of the numbers of a key before its scale."""
+    """The dtype of a key's numbers before its scale."""
     return keys.latent.array.dtype if keys.entries == Plain() else jnp.dtype(jnp.float8_e4m3fn)
 
 

@@ -34,12 +34,12 @@ class WriteCase(KVCase):
 
     @classmethod
     def of_kind(cls, kind: str, step: Step) -> Sizes:
-        """Of `slots`."""
+        """The sizes of `slots`."""
         return slots.of_kind(kind, step)
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> WriteCase:
-        """Of any dtype, sizes and scales."""
+        """A case of any dtype, sizes and scales."""
         heads = one_of(rng, [1, 2, 3, 8])
         dtype = one_of(rng, DTYPES if backend == "tpu" else (*DTYPES, "float16"))
         platform = random_platform(rng, backend)

@@ -42,12 +42,12 @@ class LatentWriteCase(Case):
 
     @classmethod
     def of_kind(cls, kind: str, step: Step) -> Sizes:
-        """Of `slots`."""
+        """The sizes of `slots`."""
         return slots.of_kind(kind, step)
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> LatentWriteCase:
-        """Of any dtype and sizes; words that two states share, whole or not, among them."""
+        """A case of any dtype and sizes; words that two states share, whole or not, are among them."""
         return cls(
             random_platform(rng, backend),
             dim=one_of(rng, [24, 128, 200]),
@@ -61,7 +61,7 @@ class LatentWriteCase(Case):
 
     @property
     def layout(self) -> PageLayout:
-        """Of the pages."""
+        """The layout of the pages."""
         return latent_layout(head_dim=self.dim, page_size=self.page, dtype=self.dtype, platform=self.platform)
 
     @property

@@ -46,7 +46,7 @@ class MergeCase(Case):
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> MergeCase:
-        """Of any parts, with sinks and without."""
+        """A case of any parts, with sinks and without."""
         parts, dtype = one_of(rng, [1, 2, 3, 7]), one_of(rng, ["float32", "bfloat16"])
         return cls(heads=3, head_dim=8, parts=parts, tokens=5, q_dtype=dtype, sinks=int(rng.integers(2)))
 

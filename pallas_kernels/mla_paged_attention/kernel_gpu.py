@@ -138,7 +138,7 @@ def mla_paged_attention(
 def _config(
     q_nope: Any, q_pe: Any, latent_pages: Any, mask: MaskRule, sm_scale: float, soft_cap: float | None, page_size: int
 ) -> GpuConfig:
-    """Of a call, with the least stages."""
+    """The config of a call, with the least stages."""
     num_heads, latent_dim = q_nope.shape[1:]
     page_dtype, heads = jnp.dtype(latent_pages.dtype).name, tile_shape(num_heads).heads
     return GpuConfig(

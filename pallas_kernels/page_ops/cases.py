@@ -47,7 +47,7 @@ class MoveCase(KVCase):
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> MoveCase:
-        """Of any pages; some have part of a TPU's lanes, which XLA moves."""
+        """A case of any pages; some have part of a TPU's lanes, which XLA moves."""
         dtype, heads = one_of(rng, DTYPES), one_of(rng, [1, 2, 3])
         platform = random_platform(rng, "reference")
         return cls(

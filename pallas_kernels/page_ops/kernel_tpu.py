@@ -95,7 +95,7 @@ def _longest_run(pages: jax.Array) -> int:
 
 
 def _zeros_shape(pages: jax.Array) -> tuple[int, ...]:
-    """Of the largest part of a page, as equal parts along its first dimension, that fits `_ZERO_BYTES`."""
+    """The shape of the largest part of a page, cut equally along its first dimension, that fits `_ZERO_BYTES`."""
     rows = pages.shape[1]
     fits = [n for n in range(1, rows + 1) if rows % n == 0 and _page_bytes(pages) // rows * n <= _ZERO_BYTES]
     return (max(fits, default=1), *pages.shape[2:])

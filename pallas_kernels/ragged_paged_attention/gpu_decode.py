@@ -124,7 +124,7 @@ def _piece_range(refs: _Refs) -> tuple[jax.Array, jax.Array]:
 
 
 def _bounds(refs: _Refs, config: GpuConfig, piece: jax.Array, keys: Keys) -> RowBounds:
-    """Of each row's token: those before position 0 see nothing."""
+    """What each row's token sees: tokens before position 0 see nothing."""
     if config.queries == 1:
         return RowBounds(keys.lower, keys.upper)
     token = lax.div(mosaic.row_index(mosaic.ROWS), jnp.int32(config.group))

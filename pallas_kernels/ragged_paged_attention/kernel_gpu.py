@@ -172,7 +172,7 @@ class _Layer(NamedTuple):
 
 
 def _config(q: Any, pages: tuple[Any, ...], mask: MaskRule, sm_scale: float, soft_cap: float | None) -> GpuConfig:
-    """Of a call, but for the sizes of the ring."""
+    """The config of a call, without the sizes of the ring."""
     dtype, page_dtype = jnp.dtype(q.dtype).name, jnp.dtype(pages[0].dtype).name
     page_size, num_kv_heads, head_dim = pages[0].shape[1:]
     return GpuConfig(

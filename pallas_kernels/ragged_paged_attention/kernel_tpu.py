@@ -172,7 +172,7 @@ class _Write(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """Of one launch."""
+    """What one launch gives."""
 
     out: jax.Array  # [T, Hq, lanes]
     lse: jax.Array | None  # float32[T, Hq]

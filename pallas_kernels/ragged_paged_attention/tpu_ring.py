@@ -135,7 +135,7 @@ class BlockRing:
         self.cursor[Cursor.ROW_ITEM] = self.items.field(Field.NEXT, item)
 
     def _next_row(self, item: jax.Array) -> None:
-        """Of `item`, to which the cursor moves."""
+        """Makes the next row that of `item`, to which the cursor moves."""
         left = self.cursor[Cursor.ROW]
         place = _modulo(left + 1, self.items.num_rows)
         self.cursor[Cursor.ROW] = place

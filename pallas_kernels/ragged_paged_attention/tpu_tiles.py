@@ -52,7 +52,7 @@ def state_shapes(config: TpuConfig) -> dict[str, Any]:
 
 
 def scratch_shapes(config: TpuConfig, q_rows: jax.Array) -> TileRefs:
-    """Of a tile; `q_rows`: all queries as `tpu_rows.tile_queries` has them."""
+    """The scratch of a tile; `q_rows`: all queries as `tpu_rows.tile_queries` has them."""
     rows, products = config.padded_rows, config.num_products
     dtype = jnp.dtype(config.compute_dtype)
     depth = config.lanes * (2 if config.scales_queries else 1)

@@ -33,7 +33,7 @@ class TunedShape(NamedTuple):
 
     @classmethod
     def of(cls, q: jax.Array, pages: jax.Array, num_kv_heads: int, mask: MaskRule) -> TunedShape:
-        """Of a call; `pages`: the first array of an attention layout."""
+        """The tuned shape of a call; `pages`: the first array of an attention layout."""
         packing = pages.shape[3] if pages.ndim == 5 else 1  # of split pages that is a head's dimension
         page_size = pages.shape[1] * tokens_per_row(num_kv_heads, packing)
         return cls(

@@ -58,7 +58,7 @@ class RowFormat(Protocol):
 
 
 def row_format(entries: EntryFormat, dim: int, dtype: Any) -> RowFormat:
-    """Of pages whose states are vectors of `dim` numbers in a format that `reason_of_entries` has nothing against."""
+    """The format of pages whose states are vectors of `dim` numbers; `reason_of_entries` has nothing against it."""
     if isinstance(entries, LatentFp8):
         return Fp8Rows(dim, entries.rope_dim, entries.width(dim))
     return PlainRows(dim, jnp.dtype(dtype).name)
@@ -114,7 +114,7 @@ class Fp8Rows:
 
     @property
     def num_copies(self) -> int:
-        """Those of the numbers, and one of what follows."""
+        """Copies of the numbers, and one of what follows."""
         return cdiv(self._nope_dim, _MOST_COPIED) + 1
 
     def views(self, pages: jax.Array) -> tuple[jax.Array, ...]:

@@ -229,7 +229,7 @@ class _Layer(NamedTuple):
         return jnp.broadcast_to(sinks[:, None], (sinks.shape[0], LANES))
 
     def _config(self, queries: int, compressed: Compressed | None) -> LaunchConfig:
-        """Of the pass over the window (`compressed` None) or over the entries."""
+        """The config of the pass over the window (`compressed` None) or over the entries."""
         pages, page_size = self.pages, self.page_size
         if compressed is not None:
             pages, page_size = compressed.pages, compressed.page_size

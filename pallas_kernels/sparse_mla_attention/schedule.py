@@ -30,7 +30,7 @@ class WindowBlocks(NamedTuple):
     def of(
         cls, blocks: TokenBlocks, block_tables: jax.Array, mask: MaskRule, queries: int, page_size: int
     ) -> WindowBlocks:
-        """Of items of blocks of `queries` tokens."""
+        """The window blocks of items with blocks of `queries` tokens."""
         pos, end = blocks.field(Field.POS), blocks.field(Field.END)
         run = mask.page_run(pos + blocks.field(Field.BEGIN), pos + end - 1, 0, page_size)
         num_pages = mask.max_pages(queries, block_tables.shape[1], page_size)
@@ -39,7 +39,7 @@ class WindowBlocks(NamedTuple):
         return cls(blocks, pages.reshape(-1))
 
     def part(self, first_block: jax.Array, num_blocks: int, room: int) -> WindowBlocks:
-        """Those of `num_blocks` blocks of tokens from `first_block` on, at most `room` items, numbered from it."""
+        """The items of `num_blocks` blocks of tokens from `first_block` on, at most `room`, numbered from it."""
         blocks, begin = self.blocks.part(first_block, num_blocks, room)
         pages = rows_from(self.pages.reshape(self.blocks.room, -1), begin, room)
         return WindowBlocks(blocks, pages.reshape(-1))

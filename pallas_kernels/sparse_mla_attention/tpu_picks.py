@@ -45,7 +45,7 @@ class Picks(NamedTuple):
 
     @classmethod
     def of(cls, indices: jax.Array, counts: jax.Array, seq: jax.Array, none: int) -> Picks:
-        """Of indices int32[T, K], of which a token may see those below its count int32[T]; -1 names nothing."""
+        """The picks of int32[T, K] indices that a token sees: those below its count int32[T]; -1 names nothing."""
         width = cdiv(indices.shape[1], PART) * PART
         indices = jnp.pad(indices, [(0, 0), (0, width - indices.shape[1])], constant_values=-1)
         seen = (indices >= 0) & (indices < counts[:, None])

@@ -143,7 +143,7 @@ class _Tile(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        """Of the tile in registers."""
+        """The layout of the tile in registers."""
         return mosaic.lane_rows(self.state_dim)
 
     def across(self, per_row: jax.Array) -> jax.Array:

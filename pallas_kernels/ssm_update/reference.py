@@ -33,7 +33,7 @@ class ConvInputs(NamedTuple):
 
     @classmethod
     def of(cls, x: jax.Array, states: jax.Array, step: StateStep) -> ConvInputs:
-        """Of the new tokens `x` [T, C] and the states that the sequences start from."""
+        """The inputs of the new tokens `x` [T, C], and of the states that the sequences start from."""
         return cls(x, states[step.read].swapaxes(1, 2), step)
 
     def at(self, seq: jax.Array, place: jax.Array) -> jax.Array:

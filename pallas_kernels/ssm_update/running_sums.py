@@ -27,7 +27,7 @@ class RunningSums(NamedTuple):
 
     @classmethod
     def of(cls, logs: jax.Array) -> RunningSums:
-        """Of float32[..., Q] addends."""
+        """The running sums of float32[..., Q] addends."""
         logs = jnp.clip(logs, -_MOST_LOG, _MOST_LOG)
         whole = jnp.floor(logs * _UNITS)
         rest = jnp.cumsum(logs - whole / _UNITS, axis=-1)

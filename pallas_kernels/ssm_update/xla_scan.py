@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
     c: jax.Array
 
     def at(self, token: jax.Array, is_real: jax.Array) -> Tokens:
-        """Those at int32[...] places, 0 where not bool[...] `is_real`."""
+        """The tokens at int32[...] places, 0 where not bool[...] `is_real`."""
 
         def take(x: jax.Array) -> jax.Array:
             rows = x[jnp.clip(token, 0, x.shape[0] - 1)]
@@ -72,7 +72,7 @@ class Tokens(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Those of the heads."""
+    """The weights of the heads."""
 
     a: jax.Array  # float32[H]
     d: jax.Array | None  # [H]

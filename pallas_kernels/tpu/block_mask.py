@@ -17,7 +17,7 @@ from pallas_kernels.tpu.items import ItemTable
 
 
 class BlockMask(NamedTuple):
-    """Of one part of a block."""
+    """The mask of one part of a block."""
 
     seen: jax.Array  # bool[rows, part] the row sees the key
     kept: jax.Array  # bool[part, lanes] some row of the item sees the key
@@ -33,7 +33,7 @@ def block_mask(
     part: tuple[int, int],  # (rows, slots)
     lanes: int,
 ) -> BlockMask:
-    """Of slots `first ... first + slots` of a block."""
+    """The mask of slots `first ... first + slots` of a block."""
     down = first + lax.broadcasted_iota(jnp.int32, (part[1], lanes), 0)
     return BlockMask(
         seen_slots(items, item, block, token, first=first, part=part), kept_slots(items, item, block, down)

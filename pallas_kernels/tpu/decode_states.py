@@ -98,7 +98,7 @@ class StateTiles:
 
 
 def largest_divisor(n: int, most: int) -> int:
-    """Of `n`, at most `most` and at least 1."""
+    """The largest divisor of `n`, at most `most` and at least 1."""
     return max(k for k in range(1, max(1, min(n, most)) + 1) if n % k == 0)
 
 

@@ -60,7 +60,7 @@ class EntryReader:
 
     @property
     def lanes(self) -> int:
-        """Of a vector."""
+        """Lanes of a vector."""
         used = self.dim + (self.entries.rope_dim if isinstance(self.entries, LatentFp8) else 0)
         return cdiv(used, LANES) * LANES
 

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def first_page(self) -> Any:
-        """Of the sequence."""
+        """The first page of the sequence."""
         return self.lower >> log2(self.page_size)
 
     @property

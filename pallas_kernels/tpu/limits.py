@@ -44,7 +44,7 @@ def reason_of_sizes(page_size: int, mask: MaskRule, share: KeyShare | None = Non
 
 
 def flat_tables(block_tables: jax.Array, in_hbm: bool | None, num_tokens: int) -> FlatTables:
-    """Of int32[S, P]; `in_hbm` None: where scalar memory does not hold them beside the items of so many tokens.
+    """The tables int32[S, P] flat; `in_hbm` None: in HBM where scalar memory lacks room beside the items.
 
     Rows in HBM are padded to its tiling.
     """

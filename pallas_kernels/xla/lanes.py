@@ -34,7 +34,7 @@ class Lanes:
 
     @classmethod
     def of(cls, num_items: jax.Array, num_lanes: int) -> Lanes:
-        """Of tiles with int32[C] items each."""
+        """The lanes of tiles with int32[C] items each."""
         return cls(jnp.cumsum(num_items, dtype=jnp.int32), num_lanes)
 
     @property

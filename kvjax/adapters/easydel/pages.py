@@ -75,7 +75,7 @@ class ShardPages:
 
     @property
     def num_blocks(self) -> int:
-        """Of the shard's pool, its null block included; shard 0 has page 0 as that."""
+        """Blocks of the shard's pool, the null block included; shard 0 has page 0 as that."""
         return self.pages_per_shard + (self.shard > 0)
 
     @property

@@ -102,7 +102,7 @@ class RankPages(abc.ABC):
 
     @abc.abstractmethod
     def pools(self) -> tuple[BlockPool, ...]:
-        """Those of the rank."""
+        """The pools of the rank."""
 
 
 @final

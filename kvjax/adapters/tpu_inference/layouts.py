@@ -45,7 +45,7 @@ class StackLayout(abc.ABC):
     @property
     @abc.abstractmethod
     def page_shape(self) -> tuple[int, ...]:
-        """Of one page."""
+        """The shape of one page."""
 
     @abc.abstractmethod
     def partition_spec(self, data_axis: str | None, head_axis: str | None) -> PartitionSpec:
@@ -57,7 +57,7 @@ class StackLayout(abc.ABC):
         return math.prod(self.page_shape) * dtype_bits(self.dtype) // 8
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
-        """Of the array of `num_pages` pages."""
+        """The shape of the array of `num_pages` pages."""
         return (num_pages, *self.page_shape)
 
 
@@ -91,7 +91,7 @@ class RPAv3Layout(KVLayout):
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Of one page."""
+        """The shape of one page."""
         words = cdiv(2 * self.num_kv_heads, self.packing)
         return (self.page_size, words, self.packing, _aligned(self.head_dim, TPU_LANES))
 
@@ -123,7 +123,7 @@ class RPAv3Hd64Layout(KVLayout):
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Of one page."""
+        """The shape of one page."""
         return (self.page_size, cdiv(self.num_kv_heads, self.packing), self.packing, TPU_LANES)
 
     def partition_spec(self, data_axis: str | None, head_axis: str | None) -> PartitionSpec:
@@ -148,7 +148,7 @@ class SequenceOnLanesLayout(KVLayout):
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Of one page."""
+        """The shape of one page."""
         words = _aligned(self.head_dim, _SUBLANES * self.packing) // self.packing
         return (2 * self.num_kv_heads, words, self.packing, self.page_size)
 
@@ -181,7 +181,7 @@ class MLAv2Layout(StackLayout):
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Of one page."""
+        """The shape of one page."""
         dim = _aligned(self.lkv_dim, TPU_LANES) + _aligned(self.r_dim, TPU_LANES)
         if self.transposed:
             return (dim, self.page_size)

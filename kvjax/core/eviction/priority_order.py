@@ -107,7 +107,7 @@ class PriorityOrder:
         self._front = front
 
     def _live(self, entries: np.ndarray) -> np.ndarray:
-        """Those of int64[2, k] blocks and tickets that still hold."""
+        """The entries of int64[2, k] blocks and tickets that still hold."""
         return entries[:, self._ticket[entries[0]] == entries[1]]
 
     def _sorted(self, entries: np.ndarray) -> np.ndarray:

@@ -142,7 +142,7 @@ class ProbationPolicy(EvictionPolicy):
         self._blank.num_young = self._probation.num_young = self._lasting.num_young = 0
 
     def _parts(self, ids: np.ndarray, is_hashed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Those of int64[n] blocks that are blank, on probation, lasting."""
+        """Splits int64[n] blocks into blank ones, those on probation, and lasting ones."""
         blank, hashed = _split(ids, is_hashed)
         if not self._knew_probation:
             return blank, NO_IDS, hashed
@@ -280,7 +280,7 @@ class LearnedPolicy(ProbationPolicy):
 
 
 def _split(ids: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Those of int64[n] blocks whose flag is not set, and the others; views if the first ones come first."""
+    """Splits int64[n] blocks into those without the flag and those with it; views if the first ones come first."""
     as_bytes = flags.tobytes()
     if (num_unset := as_bytes.find(1)) < 0:
         return ids, NO_IDS

@@ -35,7 +35,7 @@ class BlockHashing:
     def of_blocks(
         self, block_hashes: Iterable[Sequence[BlockHash]], block_size: int, columns: Iterable[int]
     ) -> list[BlockHash]:
-        """Of each request's hashes that of one block of `block_size` tokens, without a view of the others."""
+        """The hash of one block of `block_size` tokens for each request, without a view of its other hashes."""
         scale = block_size // self.hash_block_size
         pairs = zip(block_hashes, columns, strict=True)
         if scale > 1 and self.coarse_mode == "concat":

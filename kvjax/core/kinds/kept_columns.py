@@ -33,7 +33,7 @@ class KeptColumns(Protocol):
 
 
 def num_missing(manager: KeptColumns, num_hit: int, num_skipped: int) -> int:
-    """Of the columns kept before the first `num_skipped`, those that a hit of `num_hit` columns does not have."""
+    """How many of the columns kept before the first `num_skipped` a hit of `num_hit` columns lacks."""
     return max(min(manager.num_kept_columns, num_skipped) - num_hit, 0)
 
 

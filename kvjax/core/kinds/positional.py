@@ -28,7 +28,7 @@ class PositionalManager(ColumnManager):
         return NEVER
 
     def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
-        """Those of the request's tokens."""
+        """The slots of the request's tokens."""
         return num_slots
 
     def worst_case_blocks(self, num_slots: int) -> int:

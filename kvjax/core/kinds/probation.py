@@ -59,7 +59,7 @@ def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHas
 
 
 def forget_idle_copies(manager: KeptRows, block_hashes: Sequence[BlockHash], first: int, end: int) -> None:
-    """Of several blocks of one of the hashes from `first` to `end`, forgets the free ones but the last registered."""
+    """Forgets free blocks of the hashes from `first` to `end`; the block registered last for a hash stays."""
     pool = manager.block_pool
     for group_id in manager.group_ids:
         hash_map = pool.hash_maps[group_id]

@@ -168,7 +168,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         return NEVER
 
     def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
-        """Those of the request's tokens."""
+        """The slots of the request's tokens."""
         return num_slots
 
     def num_blocks_for_new(self, num_slots: int, hit_ids: np.ndarray, total_computed: int, capped: bool) -> int:
@@ -219,7 +219,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         return None if num_tokens == (column + 1) * self.block_size else column
 
     def num_blocks_for_share(self, num_rows: int) -> int:
-        """Those of drafts."""
+        """The blocks for drafts' states."""
         return num_rows * self.num_groups * self._num_speculative
 
     def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:

@@ -32,12 +32,12 @@ class RecurrentSpec(KVCacheSpec):
     @property
     @abc.abstractmethod
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each array of one state, for example of convolution and recurrence."""
+        """The shape of each array of one state, for example of convolution and recurrence."""
 
     @property
     @abc.abstractmethod
     def state_dtypes(self) -> tuple[str, ...]:
-        """Of each array of one state."""
+        """The dtype of each array of one state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -147,7 +147,7 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     @abc.abstractmethod
     def table_layout(self) -> TableLayout:
-        """Of `kv_cache_spec` under `settings`, the only attributes that are there already."""
+        """The layout of `kv_cache_spec` under `settings`; no other attribute exists yet when it is called."""
 
     @abc.abstractmethod
     def find_misplaced(self, is_block: np.ndarray, inside: np.ndarray) -> str | None:

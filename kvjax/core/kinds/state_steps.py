@@ -53,7 +53,7 @@ class StateSteps:
                 )
 
     def limit(self, num_computed: int, num_new: int, num_tokens: int) -> int:
-        """Of `num_new` tokens after `num_computed` of a request of `num_tokens`, those that one step should take.
+        """How many of `num_new` tokens after `num_computed` one step should take, for a request of `num_tokens`.
 
         Steps of a prompt end where a block of every recurrent group ends, up to the last such place that the same
         prompt can hit; 0 if the tokens do not reach one: wait for a larger budget. Steps of decoding stay as they are.

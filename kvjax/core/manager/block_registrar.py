@@ -21,7 +21,7 @@ class BlockRegistrar:
         self._table = request_table
 
     def cacheable_tokens(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:  # int64[n]
-        """Of the first int64[n] tokens of each row those whose blocks may be registered: they are known, and hashed."""
+        """How many of the first int64[n] tokens of each row lie in blocks that may be registered: known and hashed."""
         if not self._groups.settings.enable_caching:
             return np.zeros_like(num_tokens)
         hash_block_size = self._groups.hashing.hash_block_size

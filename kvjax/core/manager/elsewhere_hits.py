@@ -69,7 +69,7 @@ class _BlocksBehind:
         self._num_missing = np.concatenate(([0], np.cumsum(missing)))  # among the first blocks, of each number
 
     def reachable(self, lengths: np.ndarray, needs_dropped: bool) -> np.ndarray:
-        """Those of int64[n] lengths for which every block is found, that behind the length where it is needed too."""
+        """The int64[n] lengths whose blocks are all found; with `needs_dropped` the block behind the length too."""
         ends = lengths // self._manager.block_size + needs_dropped - self._first
         known = ends <= len(self._hashes)
         lengths, ends = lengths[known], ends[known]

@@ -359,7 +359,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         num_new_computed_tokens: int = 0,
         new_computed_blocks: KVCacheBlocks | None = None,
     ) -> int:
-        """Of that many new tokens, those that one step should take so that recurrent states are cached right.
+        """How many of the new tokens one step should take so that recurrent states are cached right.
 
         All of them where no group is recurrent. Else steps of a prompt end where blocks end, and at the checkpoints of
         `retention_interval`; for a new request the hit's blocks tell of one. 0 if the tokens do not reach the end of a

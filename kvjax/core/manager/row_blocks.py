@@ -180,7 +180,7 @@ class RowBlocks:
         return self._groups.by_group(new_ids)
 
     def cacheable_tokens(self, request: Request, row: int, num_tokens: int) -> int:
-        """Of the first `num_tokens` tokens those whose blocks may be registered: the request has them, and hashes."""
+        """How many of the first `num_tokens` tokens lie in blocks that may be registered: known and hashed."""
         if not self._enable_caching or (self._table.num_skipping and self._table.skips_registration.item(row)):
             return 0
         return min(num_tokens, len(request.block_hashes) * self._hash_block_size)

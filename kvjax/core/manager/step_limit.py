@@ -13,7 +13,7 @@ from kvjax.core.kinds.group_managers import GroupManagers
 def limit_step(
     groups: GroupManagers, num_computed: int, num_new: int, num_tokens: int, checkpoints: Iterable[int]
 ) -> int:
-    """Of `num_new` tokens after `num_computed` of a request of `num_tokens`, which has checkpoints of its own."""
+    """How many of `num_new` tokens after `num_computed` one step takes, for a request with checkpoints of its own."""
     state_steps, retention = groups.state_steps, groups.retention
     num_new = state_steps.limit(num_computed, num_new, num_tokens)
     if retention is None or not state_steps or num_computed >= num_tokens - 1:

@@ -66,7 +66,7 @@ class _GroupStates:
         return np.maximum.accumulate(self.levels)[num_tokens // self.manager.block_size - 1]
 
     def oldest_eviction(self, place: int) -> EvictedBlock | None:
-        """Of the columns that a length needs and that were evicted, the one that went first."""
+        """The column that was evicted first among the evicted ones that a length needs."""
         end = self.end_columns[place]
         kept = self.evicted_as[: min(self.manager.num_kept_columns, end)]
         numbers = np.concatenate([kept, self.evicted_as[self.first_columns[place] : end]])
@@ -124,7 +124,7 @@ class LookupStates:
         return {group: self._last_length(needed == CACHED) for group, needed in sorted(self._needed_of_group.items())}
 
     def oldest_eviction(self, length: int) -> EvictedBlock | None:
-        """Of the blocks that a hit of `length` tokens needs and that were evicted, the one that went first."""
+        """The block that was evicted first among the evicted ones that a hit of `length` tokens needs."""
         place = length // self._alignment - 1
         found = [group.oldest_eviction(place) for group in self._groups]
         evicted = [block for block in found if block is not None]

@@ -15,7 +15,7 @@ from kvjax.errors import InvariantError
 
 
 class OutsideRefs:
-    """Those of one `BlockPool`, which owns it. They count in `ref_count` too."""
+    """Outside references of one `BlockPool`, which owns it. They count in `ref_count` too."""
 
     def __init__(self, num_blocks: int) -> None:
         self.counts = np.zeros(num_blocks, np.int32)  # by block

@@ -63,7 +63,7 @@ class PrefixIndex:
         return self.hash_maps[self.group_of(block_id)].get_one_block(self._hash_of[block_id]) == block_id
 
     def hashed_of(self, ids: np.ndarray) -> np.ndarray:  # int64[k]
-        """Those of the blocks that are hashed."""
+        """The blocks that are hashed."""
         hashed = self.is_hashed[ids]
         return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
 

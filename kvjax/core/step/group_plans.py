@@ -68,7 +68,7 @@ class StepTokens(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray, computed: np.ndarray, num_new: np.ndarray, starts: np.ndarray) -> StepTokens:
-        """Those of int64[S] rows with so many tokens computed and new; they begin at int64[S + 1] `starts`."""
+        """The tokens of int64[S] rows with so many tokens computed and new; they begin at int64[S + 1] `starts`."""
         if rows.size == starts[-1]:  # one token each: nothing to repeat
             return cls(rows, computed)
         positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], num_new)
@@ -80,7 +80,7 @@ class StepTokens(NamedTuple):
         return StepTokens(self.rows[completes], self.positions[completes] // tokens_per_state)
 
     def places(self, block_size: int) -> _Places:
-        """Of every token."""
+        """The column and offset of every token."""
         columns = self.positions // block_size
         return columns, (self.positions - columns * block_size).astype(np.int32)
 
@@ -112,7 +112,7 @@ class EncoderTokens(NamedTuple):
         return starts_of(np.where(writes, self.lengths, 0))
 
     def tokens(self, starts: np.ndarray) -> StepTokens:
-        """Those that are written."""
+        """The tokens that are written."""
         counts = np.diff(starts)
         return StepTokens(np.repeat(self.rows, counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts))
 
@@ -260,7 +260,7 @@ def _slots(
 
 
 def _compressed_fields(ratios: frozenset[int], own: _Held, place: int, step: GroupsStep) -> dict[str, Any]:
-    """Of a group with states of several tokens: lengths and slots of them, for each number of tokens."""
+    """Lengths and slots of states that stand for several tokens, for each number of tokens."""
     table, block_size, compressed = own.tables.entries[place], own.tables.block_size, []
     for ratio in sorted(ratios):
         states, size = step.tokens.states(ratio), block_size // ratio
@@ -274,7 +274,7 @@ def _compressed_fields(ratios: frozenset[int], own: _Held, place: int, step: Gro
 
 
 def _state_fields(pages: StatePages, own: _Held, place: int, step: GroupsStep) -> dict[str, Any]:
-    """Of a group of recurrent layers: the state to start from and where to leave it; tokens have no slots."""
+    """The state that each request of a recurrent group starts from, and where it leaves one; tokens have no slots."""
     group_id, table, counts = own.tables.group_ids[place], own.tables.entries[place], own.tables.num_blocks
     short = pages.most_tokens(own.num_blocks) < step.seq_lens
     if short.any():

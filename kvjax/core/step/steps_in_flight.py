@@ -27,7 +27,7 @@ class _Step(NamedTuple):
 
 
 class StepsInFlight:
-    """Those of one request table, used from its thread. A question costs nothing while no step is in flight."""
+    """The steps in flight of one request table, used from its thread. A question costs nothing while there are none."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table

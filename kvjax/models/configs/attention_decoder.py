@@ -96,7 +96,7 @@ class AttentionDecoderConfig(DecoderConfig):
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Of all layers that have any."""
+        """The rotary embeddings of all layers that have any."""
         return tuple(rope for rope in (self.rope, self.rope_local) if rope is not None)
 
     def rope_of(self, layer: int) -> RopeConfig | None:

@@ -53,7 +53,7 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
-        """Those of layers that predict further tokens."""
+        """Tensors of layers that predict further tokens."""
         return tuple(f"layers.{self.num_layers + i}." for i in range(self.num_prediction_layers))
 
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
@@ -156,7 +156,7 @@ class DeepseekV3Config(DeepseekConfig):
 
 
 def take_deepseek_fields(keys: ConfigKeys) -> dict[str, Any]:
-    """Of both, the choice of experts apart."""
+    """The fields that V2 and V3 share, the choice of experts apart."""
     sizes = take_sizes(keys)
     keys.require("moe_layer_freq", 1)
     keys.require("num_key_value_heads", keys.take_int("num_attention_heads"))  # all are made of one latent

@@ -123,12 +123,12 @@ class DeepseekV4Config(DecoderConfig):
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Of both kinds of layers."""
+        """The rotary embeddings of both kinds of layers."""
         return self.rope, self.rope_compressed
 
     @property
     def cache_dtype(self) -> str:
-        """Of caches unless another is asked for: fp8 where weights are quantised."""
+        """The dtype of caches unless another is asked for: fp8 where weights are quantised."""
         return self.dtype if self.quant_method is None else FP8
 
     @property
@@ -244,7 +244,7 @@ def _take_experts(keys: ConfigKeys) -> ExpertsConfig:
 
 
 def _take_ropes(keys: ConfigKeys, max_model_len: int, head_dim: int) -> dict[str, RopeConfig]:
-    """Of layers with a window only ("main") and of the others ("compress"), whose is the scaling of older files."""
+    """Rotary embeddings: "main" of layers with a window only, "compress" of the others, which older files scale."""
     rope_dim = keys.take("qk_rope_head_dim", None)
     share = 64 / 512 if rope_dim is None else keys.take_int("qk_rope_head_dim") / head_dim
     share = keys.take_float("partial_rotary_factor", share)

@@ -104,7 +104,7 @@ def _take_altup(keys: ConfigKeys) -> AltUpConfig:
 
 
 def _take_sparsities(keys: ConfigKeys, num_layers: int) -> tuple[float, ...]:
-    """Of the first ten layers 0.95, where the file does not say and there are more."""
+    """The sparsity of each layer: where the file says nothing, the first ten of more layers have 0.95."""
     num_sparse = 10 if num_layers > 10 else 0
     if keys.take("activation_sparsity_pattern", None) is None:
         return (0.95,) * num_sparse + (0.0,) * (num_layers - num_sparse)

@@ -30,7 +30,7 @@ class LatentAttentionConfig:
 
     @property
     def key_dim(self) -> int:
-        """Of a head's queries and keys."""
+        """The dimension of a head's queries and keys."""
         return self.nope_dim + self.rope_dim
 
     def spec(self, block_size: int, dtype: str) -> MLAAttentionSpec:

@@ -78,7 +78,7 @@ def take_expert_fields(keys: ConfigKeys, fields: dict[str, Any]) -> dict[str, An
 
 
 def take_qwen3_fields(keys: ConfigKeys, **rope: Any) -> dict[str, Any]:
-    """Of Qwen3's layers, but for their windows and feed-forward part; `rope` is what a file may leave out of it."""
+    """The fields of Qwen3's layers, without windows and feed-forward part; `rope` is what a file may leave out."""
     fields = take_decoder_fields(keys)
     bias = keys.take_flag("attention_bias", False)
     return {

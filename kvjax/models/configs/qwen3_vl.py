@@ -88,7 +88,7 @@ class Qwen3VLMoeConfig(_TakesVectors, Qwen3MoeConfig):
 
 
 def take_vision_fields(keys: ConfigKeys) -> dict[str, Any]:
-    """Of the layers, which all have full attention."""
+    """The fields of the layers, which all have full attention."""
     keys.require("use_sliding_window", False)
     for key in ("max_window_layers", "sliding_window"):
         keys.take(key, None)

@@ -106,7 +106,7 @@ class WhisperConfig(ModelConfig):
 
     @property
     def head_dim(self) -> int:
-        """Of the decoder's heads."""
+        """The dimension of the decoder's heads."""
         return self.hidden_size // self.num_decoder_heads
 
     @property

@@ -65,7 +65,7 @@ class InterleavedDeltaNet(GatedDeltaNet):
 
 
 def _rows_of_heads(total: int, head: int, start: int, size: int) -> tuple[int, ...]:
-    """Of every `head` rows out of `total`, `size` from `start` on."""
+    """The rows of `total` that lie in `size` rows from `start` on in every `head` rows."""
     return tuple(np.arange(total).reshape(-1, head)[:, start : start + size].ravel().tolist())
 
 
@@ -85,7 +85,7 @@ class ExpertsBesideShared(SparseFeedForward):
     """The shared part's tensors stand beside the experts'."""
 
     def checkpoint_sources(self) -> Mapping[str, TensorSource]:
-        """Of the shared part."""
+        """The sources of the shared part."""
         names = {f"part.{name}": f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
         names["weight"] = "shared_expert_gate"
         return {

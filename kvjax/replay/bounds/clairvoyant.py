@@ -41,7 +41,7 @@ def clairvoyant(tree: PromptTree, costs: CacheCosts, memory_bytes: float) -> int
 
 
 def _next_uses(tree: PromptTree) -> list[list[tuple[int, int, int]]]:
-    """Of each prompt: which prompt has its tokens from `first` to `end - 1` next, as (that prompt, first, end)."""
+    """Which prompt has the tokens from `first` to `end - 1` of each prompt next, as (that prompt, first, end)."""
     next_uses: list[list[tuple[int, int, int]]] = [[] for _ in tree.paths]
     last_user: dict[int, int] = {}
     for prompt, (path, num_hittable) in enumerate(zip(tree.paths, tree.num_hittable, strict=True)):
@@ -71,7 +71,7 @@ class _Wish:
 
 
 class _Wishes:
-    """Those of all later prompts that find something by now."""
+    """What all later prompts want that find something by now."""
 
     def __init__(self, tree: PromptTree, costs: CacheCosts) -> None:
         self._tree = tree

@@ -43,7 +43,7 @@ class CacheCosts:
 
     @classmethod
     def of(cls, plan: KVCachePlan, hash_block_size: int) -> CacheCosts:
-        """Those of a plan. Kinds without a prefix cache cost nothing."""
+        """The costs of a plan's caches. Kinds without a prefix cache cost nothing."""
         managers = KVCacheManager(plan.config, plan.max_model_len, hash_block_size).groups.cacheable
         bytes_of = [_bytes_per_token(manager, plan.config) for manager in managers]
         keeps = [manager.hits_are_prefix_closed for manager in managers]

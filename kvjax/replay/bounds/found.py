@@ -30,7 +30,7 @@ class Bounds:
 
     @classmethod
     def of(cls, tree: PromptTree, costs: CacheCosts, memory_bytes: int) -> Bounds:
-        """Those of a tree of prompts."""
+        """The bounds of a tree of prompts."""
         found = free_exchange(tree, costs, memory_bytes), clairvoyant(tree, costs, memory_bytes)
         free = found
         if costs.forgetful:
@@ -42,7 +42,7 @@ class Bounds:
 def find_bounds(
     trace: Sequence[TraceRequest], plan: KVCachePlan, hash_block_size: int, beyond_bytes: int = 0
 ) -> Bounds:
-    """Those of a trace on the bytes of a plan's pools and `beyond_bytes` of tiers, as one memory."""
+    """The bounds of a trace on the bytes of a plan's pools and `beyond_bytes` of tiers, as one memory."""
     costs = CacheCosts.of(plan, hash_block_size)
     return Bounds.of(PromptTree.of(trace), costs, plan.used_bytes + beyond_bytes)
 

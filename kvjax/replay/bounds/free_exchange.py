@@ -55,7 +55,7 @@ class _Cache:
         return ~piece in self._lasting or ~piece in self._on_probation
 
     def _keep_checkpoints(self, path: Sequence[int], own: set[int]) -> None:
-        """Those behind so many pieces for good, those at multiples on probation unless they are kept already."""
+        """Keeps checkpoints behind so many pieces for good, and others at multiples on probation."""
         for num in range(max(own), min(own), -1):
             piece = path[num - 1]
             if not self._tree.ends[piece] % CHECKPOINT_TOKENS and ~piece not in self._lasting:

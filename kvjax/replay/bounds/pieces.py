@@ -70,7 +70,7 @@ class PromptTree:
 
 
 def _ends_by_id(trace: Sequence[TraceRequest]) -> dict[int, list[int]]:
-    """Of each hash id the ends of its pieces, ascending, in tokens from the start of the prompt."""
+    """Where the pieces of each hash id end, ascending, in tokens from the start of the prompt."""
     ends: dict[int, set[int]] = {}
     for request in trace:
         size, length = request.hash_block_size, request.input_length
