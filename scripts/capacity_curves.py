@@ -92,7 +92,7 @@ class Results:
 
     @property
     def num_requests(self) -> int:
-        """Of the trace."""
+        """The number of the trace's requests."""
         return len(self._trace)
 
     def of(self, replicas: int, **options: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ ORDERS = (("lru", "append"), ("lru", "uncached_first"), ("slru", "uncached_first
 
 
 def work_of(num_tokens: int) -> float:
-    """Of a prefix of so many tokens, in tokens without attention: that of token n costs `n / PARITY_TOKENS` more."""
+    """The work of a prefix, in tokens without attention: token n costs `n / PARITY_TOKENS` more."""
     return num_tokens * (1 + num_tokens / (2 * PARITY_TOKENS))
 
 

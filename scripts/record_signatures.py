@@ -66,7 +66,7 @@ OBJECTS: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
 
 
 def describe(node: ast.AST, kind: str) -> Any:
-    """Of a class its annotated names or its methods' parameters, of a function its parameters; in order."""
+    """A class's annotated names or its methods' parameters, or a function's parameters, in order."""
     if kind == "parameters":
         assert isinstance(node, ast.FunctionDef)
         return _parameters(node.args)

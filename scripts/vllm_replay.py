@@ -138,7 +138,7 @@ class Replay:
         return Scheduler._mamba_block_aligned_split(self.scheduler, request, num_left, num_hit)
 
     def _hashes(self, hash_ids: list[int], num_tokens: int) -> Iterator[bytes]:
-        """Of full hash blocks: the id of the last token's trace block stands for all before it."""
+        """Hashes of full hash blocks: the id of the last token's trace block stands for all before it."""
         for end in range(self.hash_block_size, num_tokens + 1, self.hash_block_size):
             yield hash_ids[(end - 1) // TRACE_BLOCK].to_bytes(16, "big") + end.to_bytes(16, "big")
 

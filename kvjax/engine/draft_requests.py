@@ -97,7 +97,7 @@ class DraftRequests:
         self._own = np.full(16, NO_ROW, np.int64)  # by row of the target
         self._target = np.full(16, NO_ROW, np.int64)  # by own row
         self._num_written = np.zeros(16, np.int64)  # by own row: drafts of the last round whose KV is in the cache
-        self._num_right = np.zeros(16, np.int64)  # by own row: those of them that the target has accepted since
+        self._num_right = np.zeros(16, np.int64)  # by own row: drafts that the target has accepted since
         self._is_full = False  # a request found no blocks, and no other has given any up since
 
     @property

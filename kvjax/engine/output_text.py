@@ -94,7 +94,7 @@ class OutputText:
     def _find_stop(self, text: str, length: int) -> int | None:
         """Where the text ends, by the stop string that is complete first, but not in its first `length` characters.
 
-        Of those complete at once it is the longest. So the cut does not depend on how the text came in pieces.
+        Where several are complete at once it is the longest. So the cut does not depend on how the text came in pieces.
         """
         found = [
             (start + len(stop), start)

@@ -67,11 +67,11 @@ class NewTokens:
     request_ids: np.ndarray  # object[n] text
     token_ids: np.ndarray  # int32[n]
     logprobs: np.ndarray  # float32[n]
-    first: tuple[int, ...]  # places of those that are their request's first
-    ended: tuple[int, ...]  # places of those that end their request
-    looked_at: tuple[int, ...]  # places of those that were shown to their request: all of those that are followed
+    first: tuple[int, ...]  # places of tokens that are their request's first
+    ended: tuple[int, ...]  # places of tokens that end their request
+    looked_at: tuple[int, ...]  # places of tokens that their request was shown: all that it follows
     logits_rows: np.ndarray  # int64[n] rows of the step's logits
-    num_accepted: int = 0  # those of them that were drafts
+    num_accepted: int = 0  # tokens that were drafts
 
 
 @dataclass

@@ -21,7 +21,7 @@ class RequestStats:
     num_prompt_tokens: int
     arrival_time_s: float
     num_cached_tokens: int | None = None  # not computed at first admission: hit or shared; None: never admitted
-    num_shared_tokens: int = 0  # those of them that it has from the first sample of its prompt, without a lookup
+    num_shared_tokens: int = 0  # cached tokens from the first sample of its prompt, without a lookup
     num_missed_tokens: Mapping[MissReason, int] | None = None  # by first admission; None: not explained, or shared
     num_computed_tokens: int = 0  # tokens that went through the model, recomputed ones included, rejected drafts not
     num_output_tokens: int = 0

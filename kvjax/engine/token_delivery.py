@@ -2,9 +2,9 @@
 
 Flow:    a step's tokens, accepted drafts -> [TokenDelivery.deliver] -> requests, RunningRows -> NewTokens
 
-A request gets what it sampled where it was right about all before: its rows of logits up to the first draft that was
-wrong. Tokens are handed out in rounds, the first of every request, then the second of those that go on, so each round
-is that of a step without drafts: a token that ends its request keeps the next from coming.
+A request gets the tokens of its rows of logits up to the first draft that was wrong. Tokens are handed out in rounds:
+each request gets its first one, then those that go on get their second. So a round is like a step without drafts: a
+token that ends its request keeps the next from coming.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvjax.engine.speculation import Drafter
 
 
 class TokenDelivery:
-    """For the requests of one scheduler, which is asked to `finish` those that end."""
+    """Delivers to the requests of one scheduler, and calls `finish` for each that ends."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class TokenDelivery:
         requests: np.ndarray,  # object[n]
         request_ids: np.ndarray,  # object[n]
         rows: np.ndarray,  # int64[n]
-        going: np.ndarray,  # int64[...] places of those of them that are not finished
+        going: np.ndarray,  # int64[...] places of the requests that are not finished
         token_ids: np.ndarray,  # int32[rows of logits]
         logprobs: np.ndarray,  # float32[likewise]
         num_accepted: np.ndarray,  # int[n]
@@ -142,7 +142,7 @@ class TokenDelivery:
         """Gives each of n requests a token. `all_run`: none is preempted; `is_verified`: of a step with drafts.
 
         Returns:
-            Places: of those whose first it is, of those that were shown theirs, of those of them that it ends.
+            Places of the requests that got their first token, that were looked at, and that the token ends.
         """
         if all_run:
             first, may_end = self._append(rows, token_ids, logprobs)
@@ -167,7 +167,7 @@ class TokenDelivery:
         return first, self._by_row.append(rows, num_tokens, token_ids, logprobs)
 
     def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: list[int], is_verified: bool) -> list[int]:
-        """Ends those of the requests at `places` that their newest tokens end; their places.
+        """Ends the requests at `places` whose newest token ends them, and returns their places.
 
         No plan will register the blocks that their last accepted drafts filled, so they are registered here.
         """

@@ -23,7 +23,7 @@ _COMPILES = "ejkernel.callib"  # has the decorator that compiles the update; her
 
 
 def steps_written_alike(root: Path, seed: int) -> list[bool]:
-    """Of each step whether the stack's update writes each new token where its slot says, and nothing else."""
+    """For each step, whether the stack's update writes each new token where its slot says, and nothing else."""
     uncompiled: Any = ModuleType(_COMPILES)
     uncompiled.ejit = lambda **_: lambda function: function
     sys.modules.setdefault(_COMPILES, uncompiled)

@@ -102,7 +102,7 @@ class StateRows(Rows):
         self.free_states.append(slot)
 
     def get_recurrent_ping_pong_keep_idx(self, req: Served) -> int:
-        """Of the slot with the last boundary's state."""
+        """The index of the slot with the last boundary's state."""
         return 1 - (req.recurrent_next_track_idx or 0)
 
     def set_recurrent_ping_pong_slot(self, req: Served, place: int, slot: int) -> None:

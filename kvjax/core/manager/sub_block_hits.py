@@ -36,7 +36,7 @@ class PartialBlocks:
     """The partly used blocks of a hit."""
 
     places: tuple[tuple[int, int, int], ...]  # (index of the manager, place of the group, column)
-    num_held: tuple[int, ...]  # per pool, of those that somebody holds: they need a copy
+    num_held: tuple[int, ...]  # per pool, partly used blocks that somebody holds: they need a copy
     num_free: tuple[int, ...]  # per pool, of the others: they may be copied or taken over
 
 

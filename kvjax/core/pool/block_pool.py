@@ -79,7 +79,7 @@ class BlockPool:
         self.enable_kv_cache_events = enable_kv_cache_events
         self.free_order = free_order
         self.ref_count = np.zeros(num_blocks, np.int32)
-        self.outside_refs = OutsideRefs(num_blocks)  # those of them that no block table holds
+        self.outside_refs = OutsideRefs(num_blocks)  # references that stand in no block table
         self.num_cached_free_blocks = 0  # free, and still prefix-cache hits
         self.prefix_index = PrefixIndex(num_blocks, group_ids)
         policy = self.eviction_policy = make_eviction_policy(eviction_policy, self.prefix_index, free_order)

@@ -21,7 +21,7 @@ class PrefixCacheStats:
     reset: bool = False  # the prefix cache was emptied since the last reading
     requests: int = 0
     queries: int = 0  # tokens of these requests
-    hits: int = 0  # those of them that were found
+    hits: int = 0  # tokens that were found
     preempted_requests: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0
