@@ -35,7 +35,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.cases.find import case_types
-from scripts.kernel_fuzz import attention, sparse, states
+from scripts.kernel_fuzz import attention, sparse
 from scripts.kernel_fuzz.trials import Trial, of_case_type
 
 _MOST = ("reference", "xla", "tpu", "gpu")
@@ -46,9 +46,6 @@ OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that
     "sparse_mla_attention": (sparse.sparse, _MOST),
     "indexer_topk": (sparse.indexer, ("reference", "xla", "tpu", "triton")),
     "compressor_update": (sparse.compressor, ("reference", "xla", "tpu", "triton")),
-    "causal_conv1d": (states.convolution, ("reference", "tpu", "gpu")),
-    "selective_scan": (states.scan, _ALL),
-    "gated_delta_rule": (states.delta, _MOST),
     **{op: (partial(of_case_type, case_type), case_type.backends) for op, case_type in case_types().items()},
 }
 _TRIALS_KEPT = 20  # compiled programs pile up; after so many trials jax forgets them

@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pallas_kernels.cases.case import Case
-from pallas_kernels.gated_delta_rule.shapes import SHAPES as DELTA_SHAPES
 from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
-from pallas_kernels.ssm_update.shapes import SHAPES as RECURRENT_SHAPES
 from scripts.aot.rooms import compiled_types, shape_settings
 from scripts.gpu_compile import compile_op, problems, report
 
@@ -48,22 +46,6 @@ FEATURES = (
 )
 LATENT_FEATURES = ("page=16 window=1024 soft_cap=30", "dtype=float8_e4m3fn", "dtype=int8 tp=8", "q_dtype=float16 tp=8")
 SPARSE_FEATURES = ("fp8=0", "fp8=0 ratio=0", "ratio=128", "tokens=64", "tokens=8192")
-RECURRENT_FEATURES = (
-    "tokens=64",
-    "tokens=64 model=jamba-1.5-mini",
-    "state_dtype=bfloat16",
-    "dtype=float32",
-    "model=jamba-1.5-mini state_dtype=bfloat16",
-    "model=jamba-1.5-mini dtype=float32",
-)
-DELTA_FEATURES = (
-    "tokens=64",
-    "tokens=64 model=kimi-linear-48b-a3b",
-    "tokens=256 kept=4",
-    "state_dtype=bfloat16",
-    "dtype=float32",
-    "model=kimi-linear-48b-a3b dtype=float32 state_dtype=bfloat16",
-)
 LAYERS = (
     "",
     "scan=0 layers=1",
@@ -136,28 +118,6 @@ def sparse_cases() -> list[str]:
     return [*(f"model={shape.name} shards={shards}" for shape, shards in heads.values()), *SPARSE_FEATURES]
 
 
-def recurrent_cases() -> list[str]:
-    """Settings of Mamba's ops: shapes by shards, steps of decode tokens, states of 16 bits, inputs of 32."""
-    return [*_by_shards(RECURRENT_SHAPES, lambda shape, shards: shape.state_shapes(shards)), *RECURRENT_FEATURES]
-
-
-def delta_cases() -> list[str]:
-    """Settings of the gated delta rule: as Mamba's, and states kept for drafts."""
-    return [
-        *_by_shards(DELTA_SHAPES, lambda shape, shards: (shape.per_shard(shards), shape.is_per_channel)),
-        *DELTA_FEATURES,
-    ]
-
-
-def _by_shards(shapes: Iterable[Any], key: Callable[[Any, int], Any]) -> list[str]:
-    """Settings of shapes by shards, those of equal `key` once."""
-    first: dict[Any, str] = {}
-    for shape in shapes:
-        for shards in SHARDS:
-            first.setdefault(key(shape, shards), f"model={shape.name} shards={shards}")
-    return list(first.values())
-
-
 def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
     """What of a shape the compiled kernels depend on; None where it does not split so."""
     try:
@@ -174,10 +134,6 @@ def cases(subset: bool) -> list[tuple[str, str]]:
     kernels = [*(("attention", settings) for settings in attention), *(("mla", settings) for settings in latent)]
     kernels += [("layers", settings) for settings in (("sinks=1 scales=1",) if subset else LAYERS)]
     kernels += [("sparse", settings) for settings in (("",) if subset else sparse_cases())]
-    kernels += [("delta", settings) for settings in (("",) if subset else delta_cases())]
-    recurrent = ("",) if subset else recurrent_cases()
-    kernels += [("scan", settings) for settings in recurrent]
-    kernels += [("conv", settings) for settings in recurrent if "state_dtype" not in settings]
     others = [(op, settings) for op in rooms for settings in (("",) if subset else _of_room(rooms[op]))]
     return [*kernels, *others]
 

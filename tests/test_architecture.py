@@ -197,7 +197,6 @@ ACROSS = {
     "scripts.fuzz_tiers",
     "scripts.kernel_fuzz.attention",
     "scripts.kernel_fuzz.sparse",
-    "scripts.kernel_fuzz.states",
     "scripts.sweep_kernels",
     "tests.pallas_kernels.mla_paged_attention.test_triton",
     "tests.pallas_kernels.mla_paged_attention.test_xla_attention",

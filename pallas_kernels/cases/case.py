@@ -58,7 +58,7 @@ class Step:
 class Case(abc.ABC):
     """Sizes and options of one call."""
 
-    platform: str = "tpu"  # whose page layout
+    platform: str = dataclasses.field(default="tpu", kw_only=True)  # whose page layout
 
     op: ClassVar[str]
     shapes: ClassVar[tuple[Any, ...]]  # layers of real models, each with a `name`

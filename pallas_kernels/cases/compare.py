@@ -29,9 +29,18 @@ def assert_close(got: Any, expected: Any) -> None:
         AssertionError: one is not, or has another shape.
     """
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.shape == b.shape, f"expected shape {b.shape}, got {a.shape}"
-        found = _excess(a, b, TOLERANCE.get(str(a.dtype), _OTHERS))
-        assert found <= 1, f"an array of {a.dtype}{a.shape} is {found:.3g} tolerances off"
+        assert_close_as(str(a.dtype), a, b)
+
+
+def assert_close_as(dtype: str, got: Any, expected: Any) -> None:
+    """An array is as close to the one expected as `dtype` holds numbers.
+
+    Raises:
+        AssertionError: it is not, or has another shape.
+    """
+    assert got.shape == expected.shape, f"expected shape {expected.shape}, got {got.shape}"
+    found = _excess(got, expected, TOLERANCE.get(dtype, _OTHERS))
+    assert found <= 1, f"an array of {got.dtype}{got.shape} is {found:.3g} tolerances off"
 
 
 def assert_same(got: Any, expected: Any) -> None:

@@ -44,7 +44,7 @@ class WriteCase(KVCase):
         dtype = one_of(rng, DTYPES if backend == "tpu" else (*DTYPES, "float16"))
         platform = random_platform(rng, backend)
         return cls(
-            platform,
+            platform=platform,
             kv_heads=heads,
             head_dim=one_of(rng, [1, 64, 80, 128, 192]),
             page=whole_rows(one_of(rng, [1, 5, 8, 16, 64, 256]), heads, dtype, platform),

@@ -49,7 +49,7 @@ class LatentWriteCase(Case):
     def random(cls, rng: np.random.Generator, backend: str) -> LatentWriteCase:
         """A case of any dtype and sizes; words that two states share, whole or not, are among them."""
         return cls(
-            random_platform(rng, backend),
+            platform=random_platform(rng, backend),
             dim=one_of(rng, [24, 128, 200]),
             page=one_of(rng, [1, 5, 6, 8, 16, 64]),
             dtype=one_of(rng, DTYPES),

@@ -51,7 +51,7 @@ class MoveCase(KVCase):
         dtype, heads = one_of(rng, DTYPES), one_of(rng, [1, 2, 3])
         platform = random_platform(rng, "reference")
         return cls(
-            platform,
+            platform=platform,
             kv_heads=heads,
             head_dim=one_of(rng, [3, 128, 256]),
             page=whole_rows(one_of(rng, [1, 4, 8, 16]), heads, dtype, platform),

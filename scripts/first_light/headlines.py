@@ -54,8 +54,8 @@ HEADLINES = (
     Headline("latent decode 64 x 4k", "mla_paged_attention", "decode", "deepseek-v3", page=64),
     Headline("latent prefill 8k", "mla_paged_attention", "prefill", "deepseek-v2-lite", page=64),
     Headline("sparse decode 64 x 32k", "sparse_mla_attention", "decode-32k ratio 4", "deepseek-v4-flash", page=64),
-    Headline("Mamba 2 decode 64", "ssm_update", "decode", "mamba2-2.7b"),
-    Headline("Mamba 2 prefill 8k", "ssm_update", "prefill", "mamba2-2.7b"),
+    Headline("Mamba 2 decode 64", "selective_scan", "decode", "mamba2-2.7b"),
+    Headline("Mamba 2 prefill 8k", "selective_scan", "prefill", "mamba2-2.7b"),
     Headline("delta rule decode 64", "gated_delta_rule", "decode", "qwen3-next-80b-a3b"),
     Headline("KV write of 8k", "kv_write", "prefill", "llama3-8b"),
 )

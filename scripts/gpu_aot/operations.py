@@ -5,7 +5,6 @@ Imported in the process that compiles, after `prepare_environment`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
 from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
-from scripts.aot import delta_case, sparse_attention_case, ssm_case
+from scripts.aot import sparse_attention_case
 from scripts.aot.arguments import argument
 from scripts.aot.rooms import compiled_types, traced
 from scripts.gpu_aot import layer_case
@@ -170,12 +169,6 @@ def latent(case: LatentCase) -> Operation:
     return Operation(call, (*queries, pages, *ints, argument((heads,), "float32"), argument((), "float32")))
 
 
-def recurrent(build: Callable[..., Any], case: ssm_case.SsmCase | delta_case.DeltaCase) -> Operation:
-    """A step of a recurrent op, with the states donated."""
-    call, arguments = build(case, backend="gpu")
-    return Operation(call, arguments, donated=(1,))
-
-
 def sparse(case: sparse_attention_case.SparseCase) -> Operation:
     """A layer's step of sparse attention."""
     return Operation(*sparse_attention_case.attention(case, backend="gpu"))
@@ -203,11 +196,8 @@ def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
 
 OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "attention": (AttentionCase, attention),
-    "conv": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.conv)),
-    "delta": (delta_case.DeltaCase, functools.partial(recurrent, delta_case.rule)),
     "layers": (layer_case.LayersCase, planned_layers),
     "mla": (LatentCase, latent),
-    "scan": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.scan)),
     "sparse": (sparse_attention_case.SparseCase, sparse),
     **{op: (case_type, of_room) for op, case_type in compiled_types("gpu").items()},
 }

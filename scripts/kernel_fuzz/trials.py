@@ -7,7 +7,7 @@ A trial compiles an op once, for a static shape and options that it draws, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -94,15 +94,3 @@ def _query_length(rng: np.random.Generator, style: str, left: int, page_size: in
     near = [n + d for n in (8, 16, 32, page_size) for d in (-1, 0, 1)]
     choices = [0, 1, 1, 2, int(rng.integers(0, left + 1)), one_of(rng, near)]
     return min(left, max(0, one_of(rng, choices)))
-
-
-def hard_counts(rng: np.random.Generator, num_tokens: int, num_rows: int, near: Sequence[int]) -> list[int]:
-    """New tokens of each sequence: those of one token first, then lengths around `near` and random ones."""
-    counts: list[int] = []
-    left = num_tokens
-    for _ in range(int(rng.integers(0, num_rows + 1))):
-        edges = [n + d for n in near for d in (-1, 0, 1)]
-        n = one_of(rng, [0, 1, 1, 1, 2, int(rng.integers(0, left + 1)), one_of(rng, edges), left])
-        counts.append(max(0, min(left, n)))
-        left -= counts[-1]
-    return sorted(counts, key=lambda n: n > 1)

@@ -17,7 +17,6 @@ from pallas_kernels.layouts import PageLayout, attention_layout
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
-from scripts.aot import delta_case, ssm_case
 from scripts.aot.arguments import argument
 from scripts.aot.rooms import compiled_types, shape_settings, traced
 from scripts.tpu_aot import deepseek_v4_case, mla_case
@@ -152,8 +151,6 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tupl
     "attention": (AttentionCase, attention),
     **mla_case.OPERATIONS,
     **deepseek_v4_case.OPERATIONS,
-    **delta_case.OPERATIONS,
-    **ssm_case.OPERATIONS,
     **{op: (case_type, functools.partial(traced, backend="tpu")) for op, case_type in compiled_types("tpu").items()},
 }
 
@@ -162,7 +159,5 @@ SHAPE_CASES: dict[str, Callable[[int], Iterable[tuple[str, list[str]]]]] = {
     "attention": attention_shapes,
     **mla_case.SHAPE_CASES,
     **deepseek_v4_case.SHAPE_CASES,
-    **delta_case.SHAPE_CASES,
-    **ssm_case.SHAPE_CASES,
     **{op: functools.partial(shape_settings, case_type) for op, case_type in compiled_types("tpu").items()},
 }

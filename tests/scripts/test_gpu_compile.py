@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels.gated_delta_rule.shapes import SHAPES as DELTA_SHAPES
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from scripts import gpu_compile, gpu_compile_all
-from scripts.aot.delta_case import DeltaCase
 from scripts.aot.sparse_attention_case import SparseCase
-from scripts.gpu_aot.compile_one import parse_case
+from scripts.gpu_aot.compile_one import DEFAULTS, parse_case
 from scripts.gpu_aot.launches import count_launches, launches_of
 from scripts.gpu_aot.operations import OPERATIONS, AttentionCase, with_model_shape
 from scripts.gpu_aot.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
@@ -83,7 +81,7 @@ def test_every_operation_traces(op: str) -> None:
     import jax
 
     case_type, build = OPERATIONS[op]
-    operation = build(case_type())
+    operation = build(parse_case(case_type, [], **DEFAULTS))
     assert jax.eval_shape(operation.call, *operation.arguments) is not None
 
 
@@ -197,9 +195,6 @@ def test_every_shape_is_compiled_once() -> None:
     sparse = [parse_case(SparseCase, settings.split()) for settings in gpu_compile_all.sparse_cases()]
     done = {shape.per_shard(case.shards) for case in sparse for shape in SPARSE_SHAPES if shape.name == case.model}
     assert done == {shape.per_shard(shards) for shape in SPARSE_SHAPES for shards in (1, 2, 4, 8)}
-    deltas = [parse_case(DeltaCase, settings.split()) for settings in gpu_compile_all.delta_cases()]
-    done = {(case.shape.per_shard(case.shards), case.shape.is_per_channel) for case in deltas}
-    assert done == {(shape.per_shard(n), shape.is_per_channel) for shape in DELTA_SHAPES for n in (1, 2, 4, 8)}
 
 
 def test_the_subset_has_every_op() -> None:

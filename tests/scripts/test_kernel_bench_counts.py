@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cases.case import Work
+from pallas_kernels.gated_delta_rule.cases import DeltaCase
 from pallas_kernels.gated_delta_rule.shapes import DeltaShape
 from pallas_kernels.kv_write.cases import WriteCase
 from pallas_kernels.latent_write.cases import LatentWriteCase
@@ -17,14 +18,12 @@ from pallas_kernels.merge_states.cases import MergeCase
 from pallas_kernels.mla_paged_attention.shapes import LatentShape
 from pallas_kernels.page_ops.cases import MOVES, MoveCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
+from pallas_kernels.ssm_update.cases import ConvCase, ScanCase
 from pallas_kernels.ssm_update.shapes import SsmShape
 from scripts.kernel_bench.case import BenchCase, Sizes, bench_case
 from scripts.kernel_bench.ops import (
-    causal_conv1d,
-    gated_delta_rule,
     mla_paged_attention,
     ragged_paged_attention,
-    ssm_update,
 )
 from scripts.kernel_bench.step import SMALL_ROWS, Rows, Step
 
@@ -140,7 +139,7 @@ def test_merge_states(num_parts: int) -> None:
 @pytest.mark.parametrize("kind", MOVED)
 @pytest.mark.parametrize("head_dim", [None, 4])
 def test_a_scan(kind: str, head_dim: int | None) -> None:
-    found = ssm_update.case(kind, SsmShape("x", "x", 4, 8, head_dim, num_groups=2 if head_dim else 1), SIZES)
+    found = bench_case(ScanCase, kind, SsmShape("x", "x", 4, 8, head_dim, num_groups=2 if head_dim else 1), SIZES)
     pages, rest = found.arguments(0)
     outs, written = found.call("reference", pages, rest)
     flops = 0
@@ -148,25 +147,25 @@ def test_a_scan(kind: str, head_dim: int | None) -> None:
         for _ in range(8):
             flops += 5
     states = changed_bytes(pages, written)
-    num_bytes = total_bytes(rest[:3]) + total_bytes(outs) + int(states * MOVED[kind])
+    num_bytes = total_bytes(rest[0]) + total_bytes(outs) + int(states * MOVED[kind])
     assert found.work == Work(num_bytes, flops)
 
 
 @pytest.mark.parametrize("kind", MOVED)
 def test_a_convolution(kind: str) -> None:
-    found = causal_conv1d.case(kind, SsmShape("x", "x", 4, 8, num_taps=3), SIZES)
+    found = bench_case(ConvCase, kind, SsmShape("x", "x", 4, 8, num_taps=3), SIZES)
     pages, rest = found.arguments(0)
     outs, written = found.call("reference", pages, rest)
     flops = sum(2 * 3 for _ in np.ndindex(outs.shape))
     states = changed_bytes(pages, written)
-    num_bytes = total_bytes(rest[:3]) + total_bytes(outs) + int(states * MOVED[kind])
+    num_bytes = total_bytes(rest[0]) + total_bytes(outs) + int(states * MOVED[kind])
     assert found.work == Work(num_bytes, flops)
 
 
 @pytest.mark.parametrize("kind", MOVED)
 @pytest.mark.parametrize("is_per_channel", [False, True])
 def test_a_gated_delta_rule(kind: str, is_per_channel: bool) -> None:
-    found = gated_delta_rule.case(kind, DeltaShape("x", "x", 2, 4, 3, 5, is_per_channel=is_per_channel), SIZES)
+    found = bench_case(DeltaCase, kind, DeltaShape("x", "x", 2, 4, 3, 5, is_per_channel=is_per_channel), SIZES)
     pages, rest = found.arguments(0)
     outs, written = found.call("reference", pages, rest)
     flops = 0
@@ -174,5 +173,5 @@ def test_a_gated_delta_rule(kind: str, is_per_channel: bool) -> None:
         for _ in range(3):
             flops += 1 + 2 + 2 + 2
     states = changed_bytes(pages, written)
-    num_bytes = total_bytes(rest[:5]) + total_bytes(outs) + int(states * MOVED[kind])
+    num_bytes = total_bytes(rest[0]) + total_bytes(outs) + int(states * MOVED[kind])
     assert found.work == Work(num_bytes, flops)

@@ -12,15 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.states import Arrays, Step
 from pallas_kernels.gated_delta_rule import DeltaOutput, gated_delta_rule, reference
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
+from pallas_kernels.gated_delta_rule.cases import DeltaCase
+from pallas_kernels.gated_delta_rule.oracle import INPUTS
 from pallas_kernels.gated_delta_rule.shapes import SHAPES
 from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
-from tests.pallas_kernels.state_cases import Step
 
-SCALAR, CHANNEL = Shape(), Shape(is_per_channel=True)
+
+def small(
+    key_heads: int = 2,
+    heads: int = 4,
+    key_dim: int = 4,
+    value_dim: int = 3,
+    per_channel: int = 0,
+    tokens: int = 90,
+    **options: Any,
+) -> DeltaCase:
+    """A case of float32 with few numbers; options are those of DeltaCase."""
+    sizes = {"key_heads": key_heads, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+    given = {"seqs": 5, "num_pages": 24, "q_dtype": "float32", "scale": 0.7} | options
+    return DeltaCase(tokens=tokens, per_channel=per_channel, **sizes, **given)
+
+
+SCALAR, CHANNEL = small(), small(per_channel=1)
 KINDS = pytest.mark.parametrize("shape", [SCALAR, CHANNEL], ids=["scalar", "channel"])
 
 
@@ -30,15 +47,15 @@ def jitted(scale: float | None, use_qk_l2norm: bool) -> Callable[..., DeltaOutpu
     return jax.jit(functools.partial(gated_delta_rule, **options))
 
 
-def run(shape: Shape, arrays: Arrays, step: Step) -> DeltaOutput:
+def run(shape: DeltaCase, arrays: Arrays, step: Step) -> DeltaOutput:
     """The op."""
     inputs = (arrays[name] for name in (*INPUTS, "states"))
-    return jitted(shape.scale, shape.use_qk_l2norm)(*inputs, *step)
+    return jitted(shape.scale, bool(shape.l2norm))(*inputs, *step)
 
 
-def run_in_chunks(shape: Shape, arrays: Arrays, step: Step, chunk_tokens: int) -> tuple[Any, Any]:
+def run_in_chunks(shape: DeltaCase, arrays: Arrays, step: Step, chunk_tokens: int) -> tuple[Any, Any]:
     """The reference, in chunks of so many tokens."""
-    options = Options(shape.scale, shape.use_qk_l2norm)
+    options = Options(shape.scale, bool(shape.l2norm))
     inputs = Inputs(*(jnp.asarray(arrays[name]) for name in INPUTS))
     states = jnp.asarray(arrays["states"])
     return reference.gated_delta_rule(inputs, states, StepArrays(*step), options=options, chunk_tokens=chunk_tokens)
@@ -49,68 +66,68 @@ def run_in_chunks(shape: Shape, arrays: Arrays, step: Step, chunk_tokens: int) -
     [
         SCALAR,
         CHANNEL,
-        Shape(dtype="bfloat16", state_dtype="bfloat16", num_kept=3),
-        Shape(is_per_channel=True, use_qk_l2norm=False, num_kept=4),
-        Shape(key_heads=1, value_heads=3, key_dim=1, value_dim=1, num_tokens=90, dtype="float16"),
+        small(q_dtype="bfloat16", state_dtype="bfloat16", kept=3),
+        small(per_channel=1, l2norm=0, kept=4),
+        small(key_heads=1, heads=3, key_dim=1, value_dim=1, tokens=90, q_dtype="float16"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("chunk_tokens", [1, 16])
-def test_random_steps(shape: Shape, chunk_tokens: int) -> None:
+def test_random_steps(shape: DeltaCase, chunk_tokens: int) -> None:
     """Decode, prefill of several chunks, mixed, lengths 0 and 1, drafts with pages of their own, no sequence at all."""
     lengths = ([1, 1, 1, 0, 1], [1, 1, 0, 70, 18], [3, 0, 16, 4, 67], [90], [32, 17, 33, 2], [])
     for seed, q_lens in enumerate(lengths):
-        arrays, step = shape.make(np.random.default_rng(seed), q_lens)
-        shape.assert_right(run_in_chunks(shape, arrays, step, chunk_tokens), arrays, step)
+        arrays, step = shape.step(np.random.default_rng(seed), q_lens)
+        shape.assert_step(run_in_chunks(shape, arrays, step, chunk_tokens), arrays, step)
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, 64])
 def test_chunks_equal_the_recurrence(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int) -> None:
     """Of any size, also where a sequence's last chunk has one token only."""
     monkeypatch.setattr(reference, "_LEAST_TOKENS", 1)
-    for shape in (replace(SCALAR, num_tokens=67), replace(CHANNEL, num_tokens=67)):  # of their own: traced anew
-        arrays, step = shape.make(np.random.default_rng(7), [1, 2, 33, 31])
-        shape.assert_right(run_in_chunks(shape, arrays, step, chunk_tokens), arrays, step)
+    for shape in (replace(SCALAR, tokens=67), replace(CHANNEL, tokens=67)):  # of their own: traced anew
+        arrays, step = shape.step(np.random.default_rng(7), [1, 2, 33, 31])
+        shape.assert_step(run_in_chunks(shape, arrays, step, chunk_tokens), arrays, step)
 
 
 @KINDS
-def test_equal_keys_do_not_blow_up(shape: Shape) -> None:
+def test_equal_keys_do_not_blow_up(shape: DeltaCase) -> None:
     """Keys that are all one, nothing decayed and everything written: powers of the matrix that is solved are huge."""
-    arrays, step = shape.make(np.random.default_rng(3), [90])
+    arrays, step = shape.step(np.random.default_rng(3), [90])
     arrays |= {"k": np.ones_like(arrays["k"]), "g": 0 * arrays["g"], "beta": np.ones_like(arrays["beta"])}
-    shape.assert_right(run_in_chunks(shape, arrays, step, 64), arrays, step)
+    shape.assert_step(run_in_chunks(shape, arrays, step, 64), arrays, step)
 
 
 @KINDS
-def test_a_decay_to_nothing(shape: Shape) -> None:
+def test_a_decay_to_nothing(shape: DeltaCase) -> None:
     """g of minus infinity forgets everything before, in chunks, too."""
-    arrays, step = shape.make(np.random.default_rng(4), [30, 60])
+    arrays, step = shape.step(np.random.default_rng(4), [30, 60])
     arrays["g"][[5, 40, 41, 89]] = -np.inf
     for chunk_tokens in (1, 32):
-        shape.assert_right(run_in_chunks(shape, arrays, step, chunk_tokens), arrays, step)
+        shape.assert_step(run_in_chunks(shape, arrays, step, chunk_tokens), arrays, step)
 
 
 def test_the_op_takes_chunks_where_states_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways through the op itself; a 1-D `state_write` is a column."""
-    shape = replace(SCALAR, num_tokens=41)
-    arrays, step = shape.make(np.random.default_rng(5), [1, 1, 39])
+    shape = replace(SCALAR, tokens=41)
+    arrays, step = shape.step(np.random.default_rng(5), [1, 1, 39])
     flat = step._replace(state_write=step.state_write[:, 0])
     expected = run(shape, arrays, step)
-    shape.assert_right(expected, arrays, step)
+    shape.assert_step(expected, arrays, step)
     assert run(shape, arrays, flat).out.tobytes() == expected.out.tobytes()
     monkeypatch.setattr(reference, "_LEAST_NUMBERS", 1)
     jax.clear_caches()
     chunked = run(shape, arrays, flat)
-    shape.assert_right(chunked, arrays, step)
+    shape.assert_step(chunked, arrays, step)
     assert chunked.out.tobytes() != expected.out.tobytes()
     jax.clear_caches()
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 16])
 @KINDS
-def test_chunked_prefill_and_decode_equal_the_whole(shape: Shape, chunk_tokens: int) -> None:
+def test_chunked_prefill_and_decode_equal_the_whole(shape: DeltaCase, chunk_tokens: int) -> None:
     """Steps of any cut, each from the page that the one before wrote, over pages of NaN."""
-    arrays = shape.arrays(np.random.default_rng(1))
+    arrays = shape.inputs(np.random.default_rng(1))
 
     def in_steps(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         states = np.full((4, *shape.state_shape), np.nan, np.float32)
@@ -127,7 +144,7 @@ def test_chunked_prefill_and_decode_equal_the_whole(shape: Shape, chunk_tokens: 
             outs.append(out[:count])
         return np.concatenate(outs), np.asarray(states)[read]
 
-    whole, last = in_steps([shape.num_tokens])
+    whole, last = in_steps([shape.tokens])
     for counts in ([1, 1, 16, 33, 1, 38], [30] * 3):
         out, state = in_steps(counts)
         assert_close(out, whole.astype(np.float64), "float32", "out")
@@ -135,11 +152,11 @@ def test_chunked_prefill_and_decode_equal_the_whole(shape: Shape, chunk_tokens: 
 
 
 @KINDS
-def test_speculation_goes_on_from_what_was_accepted(shape: Shape) -> None:
+def test_speculation_goes_on_from_what_was_accepted(shape: DeltaCase) -> None:
     """Steps of a token and drafts, some rejected; the next one reads column L - 1 - rejected: as without drafts."""
     num_kept, num_tokens = 4, 20
     rng = np.random.default_rng(2)
-    arrays = shape.arrays(rng)
+    arrays = shape.inputs(rng)
     prompt = Step(*(np.array(y, np.int32) for y in ([0, num_tokens], [0, 0, 1], [0], [[0]])), np.array([False]))
     states = np.zeros((num_kept + 1, *shape.state_shape), np.float32)
     plain = {name: arrays[name][:num_tokens] for name in INPUTS} | {"states": states}
@@ -162,12 +179,12 @@ def test_speculation_goes_on_from_what_was_accepted(shape: Shape) -> None:
 
 
 @KINDS
-def test_a_state_of_the_wrong_length_is_seen(shape: Shape) -> None:
+def test_a_state_of_the_wrong_length_is_seen(shape: DeltaCase) -> None:
     """The planted fault of prefix caching: a hit that starts from the state a token early or late, or from none.
 
     Each gives other outputs than the right state does, by far more than the tolerance of these tests.
     """
-    arrays = shape.arrays(np.random.default_rng(6))
+    arrays = shape.inputs(np.random.default_rng(6))
     pages = np.arange(1, 4)[None]
     step = Step(*(np.array(y, np.int32) for y in ([0, 60], [0, 0, 1], [0])), pages.astype(np.int32), np.array([False]))
     states = np.zeros((5, *shape.state_shape), np.float32)
@@ -186,16 +203,16 @@ def test_a_state_of_the_wrong_length_is_seen(shape: Shape) -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [1, 16])
 @KINDS
-def test_what_is_not_finite_stays_in_its_sequence(shape: Shape, chunk_tokens: int) -> None:
+def test_what_is_not_finite_stays_in_its_sequence(shape: DeltaCase, chunk_tokens: int) -> None:
     """A sequence whose inputs are not finite changes no bit of the others."""
-    arrays, step = shape.make(np.random.default_rng(2), [1, 5, 40, 30, 1])
+    arrays, step = shape.step(np.random.default_rng(2), [1, 5, 40, 30, 1])
     clean = run_in_chunks(shape, arrays, step, chunk_tokens)
     for row in (1, 2):
         tokens = step.tokens(row)
         dirty = {name: array.copy() for name, array in arrays.items()}
         dirty["v"][tokens.start], dirty["g"][tokens.stop - 1], dirty["k"][tokens.stop - 1] = np.nan, np.inf, np.inf
         out, states = run_in_chunks(shape, dirty, step, chunk_tokens)
-        others = np.setdiff1d(np.arange(77), np.arange(shape.num_tokens)[tokens])
+        others = np.setdiff1d(np.arange(77), np.arange(shape.tokens)[tokens])
         np.testing.assert_array_equal(out[others], clean[0][others])
         pages = np.setdiff1d(np.arange(shape.num_pages), step.state_write[row])
         np.testing.assert_array_equal(states[pages], clean[1][pages])
@@ -204,7 +221,7 @@ def test_what_is_not_finite_stays_in_its_sequence(shape: Shape, chunk_tokens: in
 
 def test_the_null_page_is_never_written() -> None:
     """A row without a page to write computes its outputs all the same."""
-    arrays, step = SCALAR.make(np.random.default_rng(4), [4, 1])
+    arrays, step = SCALAR.step(np.random.default_rng(4), [4, 1])
     got = run(SCALAR, arrays, step._replace(state_write=np.zeros_like(step.state_write)))
     np.testing.assert_array_equal(got.out, run(SCALAR, arrays, step).out)
     np.testing.assert_array_equal(got.states, arrays["states"])
@@ -213,20 +230,9 @@ def test_the_null_page_is_never_written() -> None:
 def test_the_default_scale() -> None:
     """1 over the root of the key's numbers."""
     shape = replace(SCALAR, scale=SCALAR.key_dim**-0.5)
-    arrays, step = shape.make(np.random.default_rng(4), [4, 1])
+    arrays, step = shape.step(np.random.default_rng(4), [4, 1])
     inputs = (arrays[name] for name in (*INPUTS, "states"))
-    shape.assert_right(jitted(None, True)(*inputs, *step), arrays, step)
-
-
-def test_states_are_updated_in_place() -> None:
-    """The states' array is aliased to the result, and no temporary is as large."""
-    shape = replace(SCALAR, key_dim=16, value_dim=16, num_tokens=8)
-    arrays, step = shape.make(np.random.default_rng(0), [1, 1, 5])
-    states = jax.ShapeDtypeStruct((1000, *shape.state_shape), jnp.float32)
-    call = jax.jit(gated_delta_rule, donate_argnums=5)
-    memory = call.lower(*(arrays[name] for name in INPUTS), states, *step).compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= 1000 * 4 * 16 * 16 * 4
-    assert memory.temp_size_in_bytes < 1000 * 4 * 16 * 16 * 4
+    shape.assert_step(jitted(None, True)(*inputs, *step), arrays, step)
 
 
 @pytest.mark.parametrize("name", [model.name for model in SHAPES])
@@ -234,20 +240,20 @@ def test_model_shape(name: str) -> None:
     """bfloat16 inputs over float32 states, one shard of eight; a decode row and a prefill in chunks."""
     (model,) = (shape for shape in SHAPES if shape.name == name)
     key_heads, value_heads = model.per_shard(8)
-    shape = Shape(
+    shape = small(
         key_heads,
         value_heads,
         model.key_dim,
         model.value_dim,
         model.is_per_channel,
-        num_tokens=12,
-        dtype="bfloat16",
+        tokens=12,
+        q_dtype="bfloat16",
         num_pages=8,
-        num_rows=2,
+        seqs=2,
     )
     assert model.state_shapes(8)[1] == shape.state_shape
-    arrays, step = shape.make(np.random.default_rng(0), [1, 11])
-    shape.assert_right(run(shape, arrays, step), arrays, step)
+    arrays, step = shape.step(np.random.default_rng(0), [1, 11])
+    shape.assert_step(run(shape, arrays, step), arrays, step)
 
 
 def test_state_shapes() -> None:

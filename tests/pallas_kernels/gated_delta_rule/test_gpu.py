@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,74 +11,48 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.states import Arrays, Step
 from pallas_kernels.gated_delta_rule import gated_delta_rule, gpu_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
+from pallas_kernels.gated_delta_rule.cases import DeltaCase
+from pallas_kernels.gated_delta_rule.oracle import INPUTS
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as MODELS
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.interpret.on_gpu import compile_on_gpu
 from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
-from tests.pallas_kernels.state_cases import Step
+from tests.pallas_kernels.gated_delta_rule.test_gated_delta_rule import small
 
 NUM_TOKENS = 12
 # Beside others and alone; trips of tokens loaded together and tokens more; nothing but padding; no padding.
 LENGTHS = ([1, 0, 1, 8], [], [2, 10])
-SCALAR = Shape(1, 2, 16, 64, num_tokens=NUM_TOKENS, dtype="bfloat16")
-CHANNEL = Shape(2, 2, 16, 32, True, num_tokens=NUM_TOKENS, use_qk_l2norm=False)
-DRAFTS = Shape(1, 3, 32, 32, num_tokens=NUM_TOKENS, num_kept=3, num_pages=20)
-DECODE = Shape(1, 2, 16, 64, num_tokens=5, dtype="bfloat16", state_dtype="bfloat16")  # no token is loaded ahead
+SCALAR = small(1, 2, 16, 64, tokens=NUM_TOKENS, q_dtype="bfloat16")
+CHANNEL = small(2, 2, 16, 32, True, tokens=NUM_TOKENS, l2norm=0)
+DRAFTS = small(1, 3, 32, 32, tokens=NUM_TOKENS, kept=3, num_pages=20)
+DECODE = small(1, 2, 16, 64, tokens=5, q_dtype="bfloat16", state_dtype="bfloat16")  # no token is loaded ahead
 SHAPES = [SCALAR, CHANNEL, DRAFTS, DECODE]
-SWEEP = [
-    Shape(2, 2, 128, 128, True, NUM_TOKENS, dtype="bfloat16", state_dtype="bfloat16"),
-    Shape(1, 2, 256, 64, num_tokens=NUM_TOKENS, dtype="float16", num_kept=2, num_pages=20),
-    Shape(1, 1, 48, 96, True, NUM_TOKENS, num_kept=4, num_pages=20),
-    Shape(1, 2, 128, 64, True, 5, state_dtype="float16"),
-]
 
 
 @functools.cache
-def compiled(shape: Shape) -> Callable[..., Any]:
+def compiled(shape: DeltaCase) -> Callable[..., Any]:
     """(arrays, step) -> (out, states)."""
 
     def rule(arrays: dict[str, Any], step: Any) -> Any:
         inputs = Inputs(*(arrays[name] for name in INPUTS))
-        options = Options(shape.scale, shape.use_qk_l2norm)
+        options = Options(shape.scale, bool(shape.l2norm))
         return gpu_rule.gated_delta_rule(inputs, arrays["states"], StepArrays(*step), options=options)
 
-    return compile_on_gpu(rule, *on_device(*shape.make(np.random.default_rng(0), [])))
+    return compile_on_gpu(rule, *on_device(*shape.step(np.random.default_rng(0), [])))
 
 
 def on_device(arrays: Arrays, step: Step) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
     return {name: jnp.asarray(array) for name, array in arrays.items()}, tuple(map(jnp.asarray, step))
 
 
-def assert_right(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
-    arrays, step = shape.make(np.random.default_rng(seed), q_lens)
-    shape.assert_right(compiled(shape)(*on_device(arrays, step)), arrays, step)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_recurrence(shape: Shape) -> None:
-    """Decode, prefill, mixed and drafts; lengths 0 and 1; states in place and elsewhere, shared and none."""
-    for seed, q_lens in enumerate(([1, 1, 0, 1, 1], [1, 3]) if shape is DECODE else LENGTHS):
-        assert_right(shape, seed, q_lens)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("shape", [*SHAPES, *SWEEP], ids=str)
-def test_sweep(shape: Shape) -> None:
-    """Random lengths."""
-    rng = np.random.default_rng(0)
-    for seed in range(4):
-        cuts = np.sort(rng.integers(0, shape.num_tokens + 1, int(rng.integers(1, shape.num_rows + 1))))
-        assert_right(shape, seed, sorted(np.diff(cuts, prepend=0).tolist(), key=lambda n: n > 1))
-
-
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
     """A sequence whose inputs are not finite changes no bit of the others."""
     run = compiled(CHANNEL)
-    arrays, step = CHANNEL.make(np.random.default_rng(5), [1, 2, 6])
+    arrays, step = CHANNEL.step(np.random.default_rng(5), [1, 2, 6])
     out, states = run(*on_device(arrays, step))
     tokens = step.tokens(1)
     dirty = {name: array.copy() for name, array in arrays.items()}
@@ -93,16 +67,16 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
 
 
 @pytest.mark.parametrize("shape", [SCALAR, CHANNEL], ids=["scalar", "channel"])
-def test_a_decay_to_nothing(shape: Shape) -> None:
+def test_a_decay_to_nothing(shape: DeltaCase) -> None:
     """g of minus infinity forgets everything before."""
-    arrays, step = shape.make(np.random.default_rng(4), [2, 8])
+    arrays, step = shape.step(np.random.default_rng(4), [2, 8])
     arrays["g"][[1, 5]] = -np.inf
-    shape.assert_right(compiled(shape)(*on_device(arrays, step)), arrays, step)
+    shape.assert_step(compiled(shape)(*on_device(arrays, step)), arrays, step)
 
 
 def test_the_split_of_rows_does_not_matter() -> None:
     """`distribution` may call every sequence mixed; a row without a page to write computes its outputs all the same."""
-    arrays, step = SCALAR.make(np.random.default_rng(6), [1, 5])
+    arrays, step = SCALAR.step(np.random.default_rng(6), [1, 5])
     unwritten = step._replace(distribution=np.array([0, 0, 2], np.int32), state_write=np.zeros_like(step.state_write))
     out, states = compiled(SCALAR)(*on_device(arrays, unwritten))
     assert_close(out, SCALAR.oracle(arrays, step)[0], "bfloat16", "out")
@@ -137,9 +111,9 @@ def test_all_models_are_supported(model: Any, num_shards: int) -> None:
 
 
 BAD = {
-    "key": (Shape(1, 1, 24, 64, num_tokens=3), "keys in multiples of 16 up to 256 numbers, got 24"),
-    "long_key": (Shape(1, 1, 272, 64, num_tokens=3), "keys in multiples of 16 up to 256 numbers, got 272"),
-    "value": (Shape(1, 1, 16, 48, num_tokens=3), "values in multiples of 32 numbers, got 48"),
+    "key": (small(1, 1, 24, 64, tokens=3), "keys in multiples of 16 up to 256 numbers, got 24"),
+    "long_key": (small(1, 1, 272, 64, tokens=3), "keys in multiples of 16 up to 256 numbers, got 272"),
+    "value": (small(1, 1, 16, 48, tokens=3), "values in multiples of 32 numbers, got 48"),
 }
 
 
@@ -147,7 +121,7 @@ BAD = {
 def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """backend="gpu" refuses; "auto" on a GPU warns and gives what vectorised XLA gives."""
     shape, message = BAD[name]
-    arrays, step = shape.make(np.random.default_rng(0), [1, 2])
+    arrays, step = shape.step(np.random.default_rng(0), [1, 2])
     arguments = (*(jnp.asarray(arrays[n]) for n in (*INPUTS, "states")), *step)
     with pytest.raises(NotImplementedError, match=f"gated_delta_rule: GPU kernels take {message}"):
         gated_delta_rule(*arguments, backend="gpu")
@@ -162,9 +136,9 @@ def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("shape", "kernel"), [(SCALAR, "delta_c32_t4"), (CHANNEL, "delta_c32_t4_channel"), (DECODE, "delta_c64_t1")]
 )
-def test_the_op_takes_the_kernel_on_a_gpu(shape: Shape, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_op_takes_the_kernel_on_a_gpu(shape: DeltaCase, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" there, and "gpu" anywhere, trace the kernel."""
-    arrays, step = shape.make(np.random.default_rng(0), [])
+    arrays, step = shape.step(np.random.default_rng(0), [])
     arguments = (*(jnp.asarray(arrays[n]) for n in (*INPUTS, "states")), *step)
 
     def traced(backend: str) -> bool:

@@ -13,29 +13,31 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cases.states import Arrays, Step
 from pallas_kernels.gated_delta_rule import gated_delta_rule, tpu_decode, tpu_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
+from pallas_kernels.gated_delta_rule.cases import DeltaCase
+from pallas_kernels.gated_delta_rule.oracle import INPUTS
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as MODELS
 from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.state_step import StepArrays
 from pallas_kernels.tpu.decode_states import StateTiles
 from pallas_kernels.tpu.segment_states import CarriedState
-from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
-from tests.pallas_kernels.state_cases import Step
+from tests.pallas_kernels.gated_delta_rule.test_gated_delta_rule import small
 
 # Decode over two tiles of tokens, beside other sequences, alone, none; sequences over borders of chunks.
 LENGTHS = ([1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 65, 2, 1, 3], [1], [], [0, 17, 1, 1, 50])
-SCALAR = Shape(1, 4, 128, 128, num_tokens=76, num_rows=10, dtype="bfloat16")
-CHANNEL = Shape(2, 2, 128, 128, True, num_tokens=76, num_rows=10)
-DRAFTS = Shape(1, 1, 128, 128, num_tokens=76, num_rows=10, num_pages=40, num_kept=3)
+SCALAR = small(1, 4, 128, 128, tokens=76, seqs=10, q_dtype="bfloat16")
+CHANNEL = small(2, 2, 128, 128, True, tokens=76, seqs=10)
+DRAFTS = small(1, 1, 128, 128, tokens=76, seqs=10, num_pages=40, kept=3)
 SHAPES = [
     SCALAR,
     CHANNEL,
     DRAFTS,
     pytest.param(
-        Shape(2, 4, 128, 256, True, 76, dtype="bfloat16", state_dtype="bfloat16", num_rows=10), marks=pytest.mark.sweep
+        small(2, 4, 128, 256, True, 76, q_dtype="bfloat16", state_dtype="bfloat16", seqs=10), marks=pytest.mark.sweep
     ),
-    pytest.param(Shape(1, 3, 256, 128, num_tokens=76, num_rows=10, use_qk_l2norm=False), marks=pytest.mark.sweep),
+    pytest.param(small(1, 3, 256, 128, tokens=76, seqs=10, l2norm=0), marks=pytest.mark.sweep),
 ]
 
 
@@ -45,31 +47,31 @@ def rule(arrays: Arrays, step: Step, options: Options) -> Any:
 
 
 @functools.cache
-def compiled(shape: Shape) -> Callable[..., Any]:
+def compiled(shape: DeltaCase) -> Callable[..., Any]:
     """(arrays, step) -> (out, states)."""
-    arrays, step = shape.make(np.random.default_rng(0), [])
-    options = Options(shape.scale, shape.use_qk_l2norm)
+    arrays, step = shape.step(np.random.default_rng(0), [])
+    options = Options(shape.scale, bool(shape.l2norm))
     return compile_on_tpu(functools.partial(rule, options=options), arrays, step)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_recurrence(shape: Shape) -> None:
+def test_equals_the_recurrence(shape: DeltaCase) -> None:
     """Decode, prefill, mixed and drafts; lengths 0 and 1; states in place and elsewhere, shared and none."""
     for seed, q_lens in enumerate(LENGTHS):
-        arrays, step = shape.make(np.random.default_rng(seed), q_lens)
-        shape.assert_right(compiled(shape)(arrays, step), arrays, step)
+        arrays, step = shape.step(np.random.default_rng(seed), q_lens)
+        shape.assert_step(compiled(shape)(arrays, step), arrays, step)
 
 
 def test_the_split_of_rows_does_not_matter() -> None:
     """`distribution` may call every sequence mixed."""
-    arrays, step = SCALAR.make(np.random.default_rng(6), [1, 1, 10, 3])
+    arrays, step = SCALAR.step(np.random.default_rng(6), [1, 1, 10, 3])
     mixed = step._replace(distribution=np.array([0, 0, 4], np.int32))
-    SCALAR.assert_right(compiled(SCALAR)(arrays, mixed), arrays, step)
+    SCALAR.assert_step(compiled(SCALAR)(arrays, mixed), arrays, step)
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
     """A sequence whose inputs are not finite changes no bit of the others that decode beside it."""
-    arrays, step = CHANNEL.make(np.random.default_rng(5), [1, 1, 1, 6])
+    arrays, step = CHANNEL.step(np.random.default_rng(5), [1, 1, 1, 6])
     out, states = compiled(CHANNEL)(arrays, step)
     dirty = {name: array.copy() for name, array in arrays.items()}
     dirty["k"][1], dirty["g"][1], dirty["v"][1] = np.nan, np.inf, np.inf
@@ -108,8 +110,8 @@ def test_a_race_planted_in_chunks_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     """States stored from where the next one comes: a race is reported."""
     monkeypatch.setattr(CarriedState, "_storing", _out_of_the_state_that_comes)
     jax.clear_caches()
-    shape = Shape(1, 1, 128, 128, num_tokens=12, num_rows=3)
-    arrays, step = shape.make(np.random.default_rng(8), [3, 3, 3])
+    shape = small(1, 1, 128, 128, tokens=12, seqs=3)
+    arrays, step = shape.step(np.random.default_rng(8), [3, 3, 3])
     step = step._replace(state_read=step.state_write[:, 0], has_initial_state=np.ones(3, bool))
     arrays["states"][:] = 1
     run = compile_on_tpu(functools.partial(rule, options=Options(1.0, False)), arrays, step)
@@ -131,9 +133,9 @@ def test_what_does_not_fit_vmem() -> None:
 
 
 BAD = {
-    "key": (Shape(1, 1, 64, 128, num_tokens=3), "keys and values in multiples of 128, got 64 and 128"),
-    "value": (Shape(1, 1, 128, 64, num_tokens=3), "keys and values in multiples of 128, got 128 and 64"),
-    "float16": (Shape(1, 1, 128, 128, num_tokens=3, state_dtype="float16"), "no arithmetic on float16"),
+    "key": (small(1, 1, 64, 128, tokens=3), "keys and values in multiples of 128, got 64 and 128"),
+    "value": (small(1, 1, 128, 64, tokens=3), "keys and values in multiples of 128, got 128 and 64"),
+    "float16": (small(1, 1, 128, 128, tokens=3, state_dtype="float16"), "no arithmetic on float16"),
 }
 
 
@@ -141,7 +143,7 @@ BAD = {
 def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """backend="tpu" refuses; "auto" on a TPU warns and gives what the reference gives."""
     shape, message = BAD[name]
-    arrays, step = shape.make(np.random.default_rng(0), [1, 2])
+    arrays, step = shape.step(np.random.default_rng(0), [1, 2])
     arguments = (*(jnp.asarray(arrays[n]) for n in (*INPUTS, "states")), *step)
     with pytest.raises(NotImplementedError, match=f"gated_delta_rule: .*{message}"):
         gated_delta_rule(*arguments, backend="tpu")
@@ -164,7 +166,7 @@ def test_tiles_of_heads() -> None:
 
 def test_the_op_takes_the_kernel_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" there, and "tpu" anywhere, trace the kernel."""
-    arrays, step = SCALAR.make(np.random.default_rng(0), [])
+    arrays, step = SCALAR.step(np.random.default_rng(0), [])
     arguments = (*(jnp.asarray(arrays[n]) for n in (*INPUTS, "states")), *step)
 
     def has_kernel(backend: str) -> bool:

@@ -11,46 +11,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.states import Step, on_device
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.interpret.on_gpu import compile_on_gpu
 from pallas_kernels.ssm_update import gpu_scan, selective_scan
 from pallas_kernels.ssm_update.arguments import Scan
+from pallas_kernels.ssm_update.cases import ScanCase
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
 from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
-from tests.pallas_kernels.state_cases import Step, on_device
+from tests.pallas_kernels.ssm_update.test_selective_scan import small
 
 NUM_ROWS, NUM_PAGES, NUM_TOKENS = 5, 12, 11
 LENGTHS = ([1, 0, 1, 9], [])  # two trips of tokens loaded together and one token more
 DECODE_LENGTHS = ([1, 1, 0, 1, 1], [1, 3])
-MAMBA1 = Shape(64, None, 8, num_tokens=NUM_TOKENS)
-MAMBA2 = Shape(4, 16, 64, groups=2, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0))
-DECODE = Shape(2, 32, 32, num_tokens=NUM_ROWS, dtype="bfloat16", state_dtype="bfloat16")  # no token is loaded ahead
-DRAFTS = Shape(2, 16, 32, num_tokens=NUM_TOKENS, num_kept=3)
+MAMBA1 = small(64, 0, 8, tokens=NUM_TOKENS)
+MAMBA2 = small(4, 16, 64, groups=2, tokens=NUM_TOKENS, q_dtype="bfloat16", most_dt=3.0)
+DECODE = small(2, 32, 32, tokens=NUM_ROWS, q_dtype="bfloat16", state_dtype="bfloat16")  # no token is loaded ahead
+DRAFTS = small(2, 16, 32, tokens=NUM_TOKENS, kept=3)
 SHAPES = [MAMBA1, MAMBA2, DECODE, DRAFTS]
-SWEEP = [
-    Shape(2, 48, 32, num_tokens=NUM_TOKENS),
-    Shape(64, None, 16, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0)),
-    Shape(160, None, 16, num_tokens=NUM_TOKENS, state_dtype="bfloat16"),
-    Shape(128, None, 8, num_tokens=NUM_TOKENS, dtype="float16"),
-    Shape(128, None, 24, num_tokens=NUM_TOKENS),
-    Shape(6, 64, 128, 3, NUM_TOKENS, "bfloat16", "bfloat16"),
-    Shape(2, 64, 256, 1, NUM_TOKENS, "float32", "float32"),
-    Shape(3, 128, 48, 1, NUM_TOKENS, "float16", "float16"),
-    Shape(5, 16, 96, 5, NUM_TOKENS, "bfloat16", "float32"),
-    Shape(64, None, 16, num_tokens=NUM_TOKENS, num_kept=4),
-]
-
 Arguments = tuple[dict[str, Any], Step]
 
 
-def make(rng: np.random.Generator, shape: Shape, q_lens: Sequence[int]) -> Arguments:
-    return shape.make(rng, q_lens, NUM_ROWS, NUM_PAGES)
+def make(rng: np.random.Generator, shape: ScanCase, q_lens: Sequence[int]) -> Arguments:
+    return shape.step(rng, q_lens)
 
 
 @functools.cache
-def compiled(shape: Shape) -> Callable[..., Any]:
+def compiled(shape: ScanCase) -> Callable[..., Any]:
     """(arrays, step) -> (out, states)."""
 
     def scan(arrays: dict[str, Any], step: Any) -> Any:
@@ -61,26 +49,16 @@ def compiled(shape: Shape) -> Callable[..., Any]:
     return compile_on_gpu(scan, arrays, on_device(step))
 
 
-def assert_right(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
+def assert_right(shape: ScanCase, seed: int, q_lens: Sequence[int]) -> None:
     arrays, step = make(np.random.default_rng(seed), shape, q_lens)
-    shape.assert_right(compiled(shape)(arrays, on_device(step)), arrays, step)
+    shape.assert_step(compiled(shape)(arrays, on_device(step)), arrays, step)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_recurrence(shape: Shape) -> None:
+def test_equals_the_recurrence(shape: ScanCase) -> None:
     """Decode, prefill, mixed and drafts; lengths 0 and 1; states in place and elsewhere, shared and none."""
     for seed, q_lens in enumerate(DECODE_LENGTHS if shape is DECODE else LENGTHS):
         assert_right(shape, seed, q_lens)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("shape", [*SHAPES, *SWEEP], ids=str)
-def test_sweep(shape: Shape) -> None:
-    """Random lengths."""
-    rng = np.random.default_rng(0)
-    for seed in range(4):
-        cuts = np.sort(rng.integers(0, shape.num_tokens + 1, int(rng.integers(1, NUM_ROWS + 1))))
-        assert_right(shape, seed, sorted(np.diff(cuts, prepend=0).tolist(), key=lambda n: n > 1))
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
@@ -129,7 +107,7 @@ BAD: dict[str, tuple[tuple[int, int | None, int], str, str]] = {
 def refused(name: str) -> tuple:
     """Arguments of the op."""
     (heads, head_dim, state_dim), dtype, _ = BAD[name]
-    shape = Shape(heads, head_dim, state_dim, num_tokens=3, dtype=dtype)
+    shape = small(heads, head_dim, state_dim, tokens=3, q_dtype=dtype)
     arrays, step = make(np.random.default_rng(0), shape, [1, 2])
     return (*(jnp.asarray(arrays[n]) for n in ("x", "states", "dt", "a", "b", "c")), *on_device(step))
 
@@ -156,7 +134,7 @@ def test_auto_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("shape", "kernel"), [(MAMBA1, "scan1_r64_t4"), (MAMBA2, "scan2_r16_t4")], ids=["mamba1", "mamba2"]
 )
-def test_the_op_takes_the_kernel_on_a_gpu(shape: Shape, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_op_takes_the_kernel_on_a_gpu(shape: ScanCase, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" there, and "gpu" anywhere, trace the kernel."""
     arrays, step = make(np.random.default_rng(0), shape, [])
     arguments = (*(jnp.asarray(arrays[n]) for n in ("x", "states", "dt", "a", "b", "c")), *on_device(step))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,109 +11,71 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.states import Step, on_device, random_states, random_step
 from pallas_kernels.ssm_update import SsmOutput, reference, selective_scan
+from pallas_kernels.ssm_update.cases import ScanCase
 from pallas_kernels.ssm_update.shapes import SHAPES
-from tests.pallas_kernels.cases import TOLERANCE, assert_close
-from tests.pallas_kernels.ssm_update.ssm_cases import assert_states, mamba1_oracle, mamba2_oracle, scan_arrays
-from tests.pallas_kernels.state_cases import Step, on_device, random_states, random_step
+from tests.pallas_kernels.cases import assert_close
 
-NO_LIMIT = (0.0, float("inf"))
 NUM_ROWS, NUM_PAGES = 5, 12
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Static shape of a call; `head_dim` None is Mamba 1."""
-
-    heads: int = 6
-    head_dim: int | None = None
-    state_dim: int = 4
-    groups: int = 1
-    num_tokens: int = 150
-    dtype: str = "float32"
-    state_dtype: str = "float32"
-    limit: tuple[float, float] = NO_LIMIT
-    num_kept: int = 1  # last tokens with a page for the state after them; each but the first needs `num_rows` more
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return (self.heads, *(() if self.head_dim is None else (self.head_dim,)), self.state_dim)
-
-    def arrays(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return scan_arrays(rng, self.num_tokens, self.heads, self.head_dim, self.state_dim, self.groups, self.dtype)
-
-    def oracle(self, arrays: dict[str, np.ndarray], step: Step) -> tuple[np.ndarray, np.ndarray]:
-        oracle = mamba1_oracle if self.head_dim is None else mamba2_oracle
-        return oracle(arrays, self.limit, step)
-
-    def make(
-        self, rng: np.random.Generator, q_lens: Sequence[int], num_rows: int, num_pages: int
-    ) -> tuple[dict[str, np.ndarray], Step]:
-        """A random step; padding tokens hold NaN, as do all pages that nobody starts from."""
-        num_pages += (self.num_kept - 1) * num_rows
-        step = random_step(rng, q_lens, num_rows, num_pages, self.num_kept)
-        arrays = self.arrays(rng)
-        for name in ("x", "dt", "b", "c"):
-            arrays[name][step.query_start_loc[-1] :] = np.nan
-        arrays["states"] = random_states(rng, step, self.state_shape, num_pages, self.state_dtype)
-        return arrays, step
-
-    def assert_right(self, result: tuple[Any, Any], arrays: dict[str, np.ndarray], step: Step) -> None:
-        """(out, states) is right: padding is 0, pages that nobody writes keep their bytes."""
-        out, after = result
-        expected, expected_after = self.oracle(arrays, step)
-        assert_close(out, expected, self.dtype, "out")
-        assert (out[step.query_start_loc[-1] :] == 0).all()
-        assert_states(np.asarray(after), expected_after, arrays["states"], step, TOLERANCE[self.state_dtype])
+def small(
+    heads: int = 6,
+    head_dim: int = 0,
+    state_dim: int = 4,
+    groups: int = 1,
+    tokens: int = 150,
+    q_dtype: str = "float32",
+    state_dtype: str = "float32",
+    *,
+    kept: int = 1,
+    seqs: int = NUM_ROWS,
+    num_pages: int = NUM_PAGES,
+    **limits: float,
+) -> ScanCase:
+    """A case with pages for all states; each that is kept beside the last needs `seqs` more."""
+    return ScanCase(
+        tokens=tokens,
+        seqs=seqs,
+        kept=kept,
+        num_pages=num_pages + (kept - 1) * seqs,
+        q_dtype=q_dtype,
+        state_dtype=state_dtype,
+        heads=heads,
+        head_dim=head_dim,
+        state_dim=state_dim,
+        groups=groups,
+        **limits,
+    )
 
 
-MAMBA1, MAMBA2 = Shape(), Shape(head_dim=3, groups=2)
+MAMBA1, MAMBA2 = small(), small(head_dim=3, groups=2)
 
 
 @functools.cache
-def jitted(limit: tuple[float, float] = NO_LIMIT) -> Callable[..., SsmOutput]:
+def jitted(limit: tuple[float, float] = MAMBA1.limit) -> Callable[..., SsmOutput]:
     return jax.jit(functools.partial(selective_scan, dt_limit=limit, backend="reference"))
 
 
-def run(arrays: dict[str, Any], step: Step, limit: tuple[float, float] = NO_LIMIT) -> SsmOutput:
+def run(arrays: dict[str, Any], step: Step, limit: tuple[float, float] = MAMBA1.limit) -> SsmOutput:
     names = ("x", "states", "dt", "a", "b", "c")
     options = {name: arrays[name] for name in ("d", "dt_bias") if name in arrays}
     return jitted(limit)(*(arrays[name] for name in names), *on_device(step), **options)
 
 
-def check(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
+def check(shape: ScanCase, seed: int, q_lens: Sequence[int]) -> None:
     """One random step."""
-    arrays, step = shape.make(np.random.default_rng(seed), q_lens, NUM_ROWS, NUM_PAGES)
+    arrays, step = shape.step(np.random.default_rng(seed), q_lens)
     got = run(arrays, step, shape.limit)
-    shape.assert_right(got, arrays, step)
+    shape.assert_step(got, arrays, step)
     assert got.out.dtype == arrays["x"].dtype
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        MAMBA1,
-        MAMBA2,
-        Shape(num_tokens=5, dtype="bfloat16", state_dtype="bfloat16", limit=(0.1, 2.0)),
-        Shape(head_dim=3, groups=2, num_kept=4),
-        pytest.param(Shape(head_dim=4, groups=6, dtype="bfloat16", limit=(0.0, 0.7)), marks=pytest.mark.sweep),
-        pytest.param(Shape(heads=1, head_dim=1, state_dim=1), marks=pytest.mark.sweep),
-    ],
-    ids=str,
-)
-def test_random_steps(shape: Shape) -> None:
-    """Decode, prefill longer than a chunk, mixed, drafts with pages of their own, lengths 0 and 1, no sequence."""
-    lengths = ([1, 1, 1, 0, 1], [1, 1, 0, 130, 18], [3, 0, 60, 4, 70], [150], [])
-    if shape.num_tokens < 150:
-        lengths = ([1, 1, 1, 1, 1], [1, 0, 4], [2, 3])
-    for seed, q_lens in enumerate(lengths):
-        check(shape, seed, q_lens)
 
 
 @pytest.mark.parametrize("tokens_of_a_chunk", [1, 7])
 def test_the_size_of_a_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch, tokens_of_a_chunk: int) -> None:
     """Sequences end inside chunks, with them and beyond them."""
-    shape = Shape(num_tokens=20 + tokens_of_a_chunk)  # of its own, so that it is traced anew
+    shape = small(tokens=20 + tokens_of_a_chunk)  # of its own, so that it is traced anew
     monkeypatch.setattr(reference, "_CHUNK_NUMBERS", tokens_of_a_chunk * 24)
     check(shape, 0, [1, 2, 4, 7, 6])
 
@@ -124,20 +85,20 @@ def test_filling_the_last_chunk_leaves_the_first_sequence_alone() -> None:
 
     64 tokens do not fill chunks: what fills the last one is of no sequence, and must not write the first one's page.
     """
-    shape = Shape(heads=80, head_dim=64, state_dim=128, num_tokens=64)
-    arrays, step = shape.make(np.random.default_rng(0), [1, 63], 2, 8)
+    shape = small(heads=80, head_dim=64, state_dim=128, tokens=64, seqs=2, num_pages=8)
+    arrays, step = shape.step(np.random.default_rng(0), [1, 63])
     step.state_read[:], step.has_initial_state[:] = (5, 6), True
     step.state_write[:] = [[1], [2]]
     arrays["states"] = np.random.default_rng(1).standard_normal((8, *shape.state_shape)).astype(np.float32)
     arrays["states"][0] = 0
-    shape.assert_right(run(arrays, step), arrays, step)
+    shape.assert_step(run(arrays, step), arrays, step)
 
 
 @pytest.mark.parametrize("shape", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
-def test_chunked_prefill_and_decode_equal_the_whole(shape: Shape) -> None:
+def test_chunked_prefill_and_decode_equal_the_whole(shape: ScanCase) -> None:
     """Steps of any cut, each from the page that the one before wrote, over pages of NaN."""
     rng = np.random.default_rng(1)
-    arrays = shape.arrays(rng)
+    arrays = shape.inputs(rng)
 
     def in_steps(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         states = jnp.full((4, *shape.state_shape), jnp.nan).at[0].set(0)
@@ -153,7 +114,7 @@ def test_chunked_prefill_and_decode_equal_the_whole(shape: Shape) -> None:
             outs.append(result.out[:count])
         return np.concatenate(outs), np.asarray(states[read])
 
-    whole, last = in_steps([shape.num_tokens])
+    whole, last = in_steps([shape.tokens])
     for counts in ([1, 1, 64, 65, 1, 18], [50] * 3):
         out, state = in_steps(counts)
         assert_close(out, whole.astype(np.float64), "float32", "out")
@@ -161,11 +122,11 @@ def test_chunked_prefill_and_decode_equal_the_whole(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
-def test_what_is_not_finite_stays_in_its_sequence(shape: Shape) -> None:
+def test_what_is_not_finite_stays_in_its_sequence(shape: ScanCase) -> None:
     """A sequence whose inputs or state are NaN changes no bit of the others, also where they share a chunk."""
     rng = np.random.default_rng(2)
     step = random_step(rng, [1, 5, 80, 30, 1], NUM_ROWS, NUM_PAGES)
-    arrays = shape.arrays(rng)
+    arrays = shape.inputs(rng)
     arrays["states"] = random_states(rng, step, shape.state_shape, NUM_PAGES, "float32")
     clean = run(arrays, step)
     for row in (1, 2):
@@ -173,7 +134,7 @@ def test_what_is_not_finite_stays_in_its_sequence(shape: Shape) -> None:
         dirty = dict(arrays, x=arrays["x"].copy(), dt=arrays["dt"].copy())
         dirty["x"][tokens.start], dirty["dt"][tokens.stop - 1] = np.nan, np.inf
         got = run(dirty, step)
-        others = np.setdiff1d(np.arange(117), np.arange(shape.num_tokens)[tokens])
+        others = np.setdiff1d(np.arange(117), np.arange(shape.tokens)[tokens])
         np.testing.assert_array_equal(got.out[others], clean.out[others])
         pages = np.setdiff1d(np.arange(NUM_PAGES), step.state_write[row])
         np.testing.assert_array_equal(got.states[pages], clean.states[pages])
@@ -184,7 +145,7 @@ def test_the_null_page_is_never_written() -> None:
     """A row without a page to write computes its outputs all the same."""
     rng = np.random.default_rng(4)
     step = random_step(rng, [4, 1], NUM_ROWS, NUM_PAGES)
-    arrays = MAMBA1.arrays(rng) | {"states": random_states(rng, step, MAMBA1.state_shape, NUM_PAGES, "float32")}
+    arrays = MAMBA1.inputs(rng) | {"states": random_states(rng, step, MAMBA1.state_shape, NUM_PAGES, "float32")}
     got = run(arrays, step._replace(state_write=np.zeros_like(step.state_write)))
     np.testing.assert_array_equal(got.out, run(arrays, step).out)
     np.testing.assert_array_equal(got.states, arrays["states"])
@@ -194,27 +155,10 @@ def test_without_options() -> None:
     """No d and no bias are zeros."""
     rng = np.random.default_rng(3)
     step = random_step(rng, [4, 1], NUM_ROWS, NUM_PAGES)
-    arrays = MAMBA1.arrays(rng) | {"states": random_states(rng, step, MAMBA1.state_shape, NUM_PAGES, "float32")}
+    arrays = MAMBA1.inputs(rng) | {"states": random_states(rng, step, MAMBA1.state_shape, NUM_PAGES, "float32")}
     bare = {name: array for name, array in arrays.items() if name not in ("d", "dt_bias")}
     zeros = {name: np.zeros_like(arrays[name]) for name in ("d", "dt_bias")}
     np.testing.assert_array_equal(run(bare, step).out, run(bare | zeros, step).out)
-
-
-def test_states_are_updated_in_place() -> None:
-    """The states' array is aliased to the result, and no temporary is as large."""
-    states = jax.ShapeDtypeStruct((1000, 64, 16), jnp.float32)
-    step = random_step(np.random.default_rng(0), [1, 1, 5], 3, NUM_PAGES)
-    per_token = (
-        jnp.zeros((8, 64)),
-        states,
-        jnp.zeros((8, 64)),
-        jnp.zeros((64, 16)),
-        jnp.zeros((8, 16)),
-        jnp.zeros((8, 16)),
-    )
-    memory = jax.jit(selective_scan, donate_argnums=1).lower(*per_token, *on_device(step)).compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= 1000 * 64 * 16 * 4
-    assert memory.temp_size_in_bytes < 1000 * 64 * 16 * 4
 
 
 @pytest.mark.parametrize(
@@ -228,7 +172,7 @@ def test_model_shape(name: str) -> None:
     """bfloat16 inputs over float32 states, one shard of eight; a decode and a prefill row."""
     (model,) = (shape for shape in SHAPES if shape.name == name)
     heads, groups = model.per_shard(8)
-    shape = Shape(heads, model.head_dim, model.state_dim, groups, num_tokens=7, dtype="bfloat16")
+    shape = small(heads, model.head_dim or 0, model.state_dim, groups, tokens=7, q_dtype="bfloat16")
     assert model.state_shapes(8)[1] == shape.state_shape
     check(shape, 0, [1, 6])
 

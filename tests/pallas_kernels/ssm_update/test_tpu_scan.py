@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cases.states import Step, on_device
 from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.ssm_update import selective_scan, tpu_decode, tpu_mamba1, tpu_scan
 from pallas_kernels.ssm_update.arguments import Scan
+from pallas_kernels.ssm_update.cases import ScanCase
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
 from pallas_kernels.ssm_update.shapes import SsmShape
 from pallas_kernels.state_step import StepArrays
 from pallas_kernels.tpu.decode_states import StateTiles
 from pallas_kernels.tpu.segment_states import CarriedState
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
-from tests.pallas_kernels.state_cases import Step, on_device
+from tests.pallas_kernels.ssm_update.test_selective_scan import small as scan_case
 
 NUM_ROWS, NUM_PAGES = 10, 24
+small = functools.partial(scan_case, seqs=NUM_ROWS, num_pages=NUM_PAGES)
 # Decode over two tiles of tokens; sequences over borders of chunks and beside each other; nothing; all of one.
 LENGTHS = (
     [1, 1, 1, 1, 1, 0, 1, 1, 1, 1],
@@ -34,30 +36,30 @@ LENGTHS = (
     [0, 127, 1, 1, 21],
 )
 NUM_TOKENS = 150
-MAMBA2 = Shape(4, 64, 128, groups=2, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0))
-EXACT2 = Shape(4, 32, 128, num_tokens=NUM_TOKENS)
+MAMBA2 = small(4, 64, 128, groups=2, tokens=NUM_TOKENS, q_dtype="bfloat16", most_dt=3.0)
+EXACT2 = small(4, 32, 128, tokens=NUM_TOKENS)
 # Small, since the interpreter takes each load of a kernel apart; chunks of 16 tokens, 4 unrolled.
-MAMBA1 = Shape(256, None, 8, num_tokens=40, dtype="bfloat16", limit=(0.0, 3.0))
+MAMBA1 = small(256, 0, 8, tokens=40, q_dtype="bfloat16", most_dt=3.0)
 SHORT_LENGTHS = ([1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 20, 2, 8, 7], [], [0, 31, 1, 1, 7])
-DRAFTS = Shape(2, 64, 128, num_tokens=40, num_kept=3)
+DRAFTS = small(2, 64, 128, tokens=40, kept=3)
 SHAPES = [
     MAMBA1,
     MAMBA2,
     EXACT2,
     DRAFTS,
-    pytest.param(Shape(128, None, 8, num_tokens=40, num_kept=3), marks=pytest.mark.sweep),
-    pytest.param(Shape(1152, None, 16, num_tokens=NUM_TOKENS), marks=pytest.mark.sweep),
-    pytest.param(Shape(2048, None, 16, 1, 40, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
-    pytest.param(Shape(3, 128, 256, num_tokens=NUM_TOKENS, dtype="bfloat16"), marks=pytest.mark.sweep),
-    pytest.param(Shape(32, 8, 128, 2, NUM_TOKENS, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
-    pytest.param(Shape(20, 64, 128, 2, 40, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
+    pytest.param(small(128, 0, 8, tokens=40, kept=3), marks=pytest.mark.sweep),
+    pytest.param(small(1152, 0, 16, tokens=NUM_TOKENS), marks=pytest.mark.sweep),
+    pytest.param(small(2048, 0, 16, 1, 40, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
+    pytest.param(small(3, 128, 256, tokens=NUM_TOKENS, q_dtype="bfloat16"), marks=pytest.mark.sweep),
+    pytest.param(small(32, 8, 128, 2, NUM_TOKENS, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
+    pytest.param(small(20, 64, 128, 2, 40, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
 ]
 
 Arguments = tuple[dict[str, Any], Step]
 
 
-def make(rng: np.random.Generator, shape: Shape, q_lens: Sequence[int]) -> Arguments:
-    return shape.make(rng, q_lens, NUM_ROWS, NUM_PAGES)
+def make(rng: np.random.Generator, shape: ScanCase, q_lens: Sequence[int]) -> Arguments:
+    return shape.step(rng, q_lens)
 
 
 def scan(arrays: dict[str, Any], step: Any, limit: tuple[float, float]) -> Any:
@@ -66,27 +68,27 @@ def scan(arrays: dict[str, Any], step: Any, limit: tuple[float, float]) -> Any:
 
 
 @functools.cache
-def compiled(shape: Shape) -> Callable[..., Any]:
+def compiled(shape: ScanCase) -> Callable[..., Any]:
     """(arrays, step) -> (out, states)."""
     arrays, step = make(np.random.default_rng(0), shape, [])
     with pytest.MonkeyPatch.context() as patch:
-        if shape.num_tokens < NUM_TOKENS:
+        if shape.tokens < NUM_TOKENS:
             patch.setattr(tpu_mamba1, "chunk_tokens", lambda num_channels: 16)
             patch.setattr(tpu_mamba1, "_UNROLLED", 4)
         return compile_on_tpu(functools.partial(scan, limit=shape.limit), arrays, on_device(step))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_recurrence(shape: Shape) -> None:
+def test_equals_the_recurrence(shape: ScanCase) -> None:
     """Decode, prefill, mixed and drafts; lengths 0 and 1; states in place and elsewhere, shared and none."""
     run = compiled(shape)
-    for seed, q_lens in enumerate(LENGTHS if shape.num_tokens == NUM_TOKENS else SHORT_LENGTHS):
+    for seed, q_lens in enumerate(LENGTHS if shape.tokens == NUM_TOKENS else SHORT_LENGTHS):
         arrays, step = make(np.random.default_rng(seed), shape, q_lens)
-        shape.assert_right(run(arrays, on_device(step)), arrays, step)
+        shape.assert_step(run(arrays, on_device(step)), arrays, step)
 
 
 @pytest.mark.parametrize("shape", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
-def test_what_is_not_finite_stays_in_its_sequence(shape: Shape) -> None:
+def test_what_is_not_finite_stays_in_its_sequence(shape: ScanCase) -> None:
     """A sequence whose inputs are not finite changes no bit of the others, also where they share a chunk."""
     run = compiled(shape)
     q_lens = [1, 1, 5, 80, 30, 1] if shape is MAMBA2 else [1, 1, 3, 20, 4, 1]
@@ -140,7 +142,7 @@ def test_a_race_planted_in_segments_is_found(monkeypatch: pytest.MonkeyPatch) ->
     """States stored from where the next one comes: a race is reported."""
     monkeypatch.setattr(CarriedState, "_storing", _out_of_the_state_that_comes)
     jax.clear_caches()
-    shape = Shape(2, 64, 128, num_tokens=12)
+    shape = small(2, 64, 128, tokens=12)
     arrays, step = make(np.random.default_rng(8), shape, [3, 3, 3])
     step = step._replace(state_read=step.state_write[:, 0], has_initial_state=np.ones(NUM_ROWS, bool))
     arrays["states"][:] = 1
@@ -164,7 +166,7 @@ BAD: dict[str, tuple[tuple[int, int | None, int, int], str, str]] = {
 def test_what_the_kernels_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """backend="tpu" refuses; "auto" on a TPU warns and gives what the reference gives."""
     (heads, head_dim, state_dim, groups), dtype, message = BAD[name]
-    shape = Shape(heads, head_dim, state_dim, groups, num_tokens=3, dtype=dtype)
+    shape = small(heads, head_dim, state_dim, groups, tokens=3, q_dtype=dtype)
     arrays, step = make(np.random.default_rng(0), shape, [1, 2])
     arguments = (*(jnp.asarray(arrays[n]) for n in ("x", "states", "dt", "a", "b", "c")), *on_device(step))
     with pytest.raises(NotImplementedError, match=f"selective_scan: .*{message}"):
@@ -198,7 +200,7 @@ def test_states_that_fit_vmem() -> None:
     ids=["mamba1", "mamba2"],
 )
 def test_the_op_takes_the_kernels_on_a_tpu(
-    shape: Shape, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    shape: ScanCase, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ "auto" there, and "tpu" anywhere, trace the kernels."""
     arrays, step = make(np.random.default_rng(0), shape, [])
