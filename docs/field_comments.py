@@ -35,27 +35,48 @@ class FieldComments(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Adds to every constructor's docstring what the class and its bases say of the parameters."""
-        for path in self.texts:
-            if path.startswith(f"{pkg.path}."):
-                self._add_to(pkg[path.removeprefix(f"{pkg.path}.")])
+        classes = {
+            path: pkg[path.removeprefix(f"{pkg.path}.")] for path in self.texts if path.startswith(f"{pkg.path}.")
+        }
+        for cls in classes.values():
+            _add(self._texts_of(cls, classes), cls)
 
-    def _add_to(self, cls: griffe.Class) -> None:
-        texts: dict[str, str] = {}
+    def _texts_of(self, cls: griffe.Class, classes: dict[str, griffe.Class]) -> dict[str, str]:
+        """The text of each parameter: of the class that `others:` names, of bases, comments, then docstrings."""
+        said = owner_of(cls).docstring.value if owner_of(cls).docstring else ""
+        named = re.search(r"^ +others: .*`(\w+)`", said, re.MULTILINE)
+        others = [one for one in classes.values() if named and one.name == named[1]]
+        texts = self._texts_of(others[0], classes) if others else {}
         for base in reversed([cls, *cls.mro()]):
             texts |= self.texts.get(base.path, {})
-        init = cls.members.get("__init__")
-        owner = init if isinstance(init, griffe.Function) and init.docstring else cls
-        names = list(texts) if init is None else [parameter.name for parameter in cls.parameters]
-        said = owner.docstring.value if owner.docstring else ""
-        left = [name for name in names if name in texts and not re.search(rf"^ +{name}:", said, re.MULTILINE)]
-        new = [f"    {name}: {texts[name]}" for name in left]
-        if not new:
-            return
-        if owner.docstring is None:
-            owner.docstring = griffe.Docstring("", parent=owner, parser="google")
-        head, found, tail = said.partition("\nArgs:\n")
-        text = f"{head}\nArgs:\n" + "\n".join(new) + "\n" + tail if found else f"{said}\n\nArgs:\n" + "\n".join(new)
-        owner.docstring.value = text
+        return texts | listed(said)
+
+
+def owner_of(cls: griffe.Class) -> griffe.Class | griffe.Function:
+    """What has the docstring of the constructor."""
+    init = cls.members.get("__init__")
+    return init if isinstance(init, griffe.Function) and init.docstring else cls
+
+
+def listed(docstring: str) -> dict[str, str]:
+    """What the `Args:` of a docstring say, each in one line."""
+    found = re.search(r"^Args:\n((?: .*\n?|\n(?= ))*)", docstring, re.MULTILINE)
+    parts = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", found[1] if found else "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in parts if name != "others"}
+
+
+def _add(texts: dict[str, str], cls: griffe.Class) -> None:
+    owner = owner_of(cls)
+    is_made_by_fields = "__init__" not in cls.members
+    names = list(texts) if is_made_by_fields else [parameter.name for parameter in cls.parameters]
+    said = owner.docstring.value if owner.docstring else ""
+    if owner.docstring is None:
+        owner.docstring = griffe.Docstring("", parent=owner, parser="google")
+    rest = re.sub(r"^Args:\n(?: .*\n?|\n(?= ))*", "", said, flags=re.MULTILINE).strip()
+    lines = [f"    {name}: {texts[name]}" for name in names if texts.get(name)]
+    if lines:
+        head, found, tail = rest.partition("\nRaises:\n")
+        owner.docstring.value = head.rstrip() + "\n\nArgs:\n" + "\n".join(lines) + "\n" + (found + tail)
 
 
 def is_parameter(part: ast.stmt) -> bool:

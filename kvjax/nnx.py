@@ -38,7 +38,12 @@ class PagedKVCache(nnx.Module):
     def __init__(
         self, kv_cache_config: KVCacheConfig, placement: Placement | None = None, *, backend: str = "auto"
     ) -> None:
-        """Zero pages on the devices of `placement`, the default device if None.
+        """Zero pages.
+
+        Args:
+            kv_cache_config: pools and groups, as `kvjax.planning` makes them.
+            placement: the devices; None: the default device.
+            backend: of the ops of pallas_kernels: "auto", "reference" or a platform's.
 
         Raises:
             ValueError: the config's columns do not fit its layers, or KV heads do not split over the placement.

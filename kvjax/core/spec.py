@@ -64,7 +64,7 @@ class KVCacheSpec(abc.ABC):
     # First tokens of a request that every later one sees, whatever else is released.
     num_sink_tokens: ClassVar[int] = 0
 
-    block_size: int
+    block_size: int  # tokens of a block
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -127,9 +127,9 @@ class AttentionSpec(KVCacheSpec):
     sink_len: ClassVar[int] = 0  # tokens of the layer's own that stand before a request's, in reserved blocks
 
     num_kv_heads: int
-    head_size: int
-    dtype: str
-    head_size_v: int | None = None  # None: as head_size
+    head_size: int  # numbers of a key
+    dtype: str  # name of the pages' dtype, such as "bfloat16"
+    head_size_v: int | None = None  # numbers of a value; None: as head_size
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,8 +187,8 @@ class KVCacheGroupSpec:
     """
 
     layer_names: tuple[str, ...]
-    kv_cache_spec: KVCacheSpec
-    pool_id: int = 0
+    kv_cache_spec: KVCacheSpec  # of the block table
+    pool_id: int = 0  # place in `KVCacheConfig.pools`
     is_eagle_group: bool = False  # holds layers of a drafting head, which need the hidden states of a hit's last block
     layer_specs: tuple[KVCacheSpec, ...] = ()  # empty: all layers are as `kv_cache_spec`
 
@@ -216,8 +216,8 @@ class KVCacheGroupSpec:
 class KVCachePoolSpec:
     """One space of block ids. Every array of every column has `num_blocks` pages; block 0 is the null block."""
 
-    num_blocks: int
-    columns: tuple[PageLayout, ...] = ()
+    num_blocks: int  # the null block included
+    columns: tuple[PageLayout, ...] = ()  # the arrays of each column; empty where nothing runs on a device
 
     def __post_init__(self) -> None:
         if self.num_blocks < 2:

@@ -42,11 +42,11 @@ class Bucket:
     One that is not mixed is for steps of at most `1 + num_drafts` tokens a request, and has as many for each.
     """
 
-    num_tokens: int
-    num_requests: int
-    num_columns: int
-    num_drafts: int = 0
-    is_mixed: bool = True
+    num_tokens: int  # T
+    num_requests: int  # S
+    num_columns: int  # P
+    num_drafts: int = 0  # of a request
+    is_mixed: bool = True  # whether a request may have more tokens than one and its drafts
 
     def __post_init__(self) -> None:
         for name, least in (("num_tokens", 1), ("num_requests", 1), ("num_columns", 1), ("num_drafts", 0)):

@@ -61,7 +61,16 @@ class PagedKVCache:
         narrows: bool = False,
         backend: str = "auto",
     ) -> None:
-        """With `narrows` the caller takes hidden states of the `wanted` tokens alone."""
+        """The cache of one step.
+
+        Args:
+            pages: the pages of all pools, as they are before the step.
+            batch: the step's padded inputs.
+            kv_cache_config: pools and groups.
+            placement: the mesh and its axes; None: the default device.
+            narrows: whether the caller takes hidden states of the `wanted` tokens alone.
+            backend: of the ops of pallas_kernels.
+        """
         self.pages = pages
         self._batch = jax.tree.map(jnp.asarray, batch)
         self._config = kv_cache_config

@@ -35,9 +35,9 @@ class Placement:
     """
 
     mesh: Mesh
-    head_axis: str | None = None
-    token_axis: str | None = None
-    data_axis: str | None = None
+    head_axis: str | None = None  # mesh axis that KV heads are split over
+    token_axis: str | None = None  # mesh axis that the tokens of a page are split over
+    data_axis: str | None = None  # mesh axis that requests and their pages are split over
 
     def __post_init__(self) -> None:
         axes = [axis for axis in (self.head_axis, self.token_axis, self.data_axis) if axis is not None]

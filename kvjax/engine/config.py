@@ -21,35 +21,38 @@ from kvjax.tiers.config import TierConfig
 class EngineConfig:
     """What an engine may use and how it schedules.
 
-    A page on a device holds `block_size` tokens, and a block as many on each of the context ranks that share it. The
-    cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`; several pools then
-    share these so as to keep a checkpoint for every `tokens_per_checkpoint` tokens (see `Load`). `watermark` is
-    the share of a pool that admissions leave free for requests that already run; it never holds up the first request of
-    an idle step. `async_scheduling` starts a step before the tokens of the one before it are read, so the host works
-    while the device does. The price: a step's delay, and a step in vain for each request that ends by a stop token.
-    `max_buckets` bounds the programs that warm-up compiles. `dtype` is the cache's, None that of the loaded weights.
-    `max_logprobs` is the most best tokens whose log-probabilities a request may ask for; with 0 steps are compiled
-    without them. `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every token, in the full
-    layers' table: simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit may end inside a
-    block, whose page is then copied. `eviction_policy` says which free block is used next: of `EVICTION_POLICIES`.
-    With `release` of vLLM its exact rules say that and what is cached.
-    With `miss_reasons` the manager explains every lookup, and requests know why their prompts were not found; that
-    takes some 200 us a lookup. With `zero_new_pages` a page is zeroed before a request first uses it, so that nothing
-    that another left there can be read.
-
-    With `speculative` requests that decode take several tokens a step: drafts, verified as they are computed. Tokens
-    are the same with and without. Such a request is in one step at a time, so with `async_scheduling` only steps of
-    prompts overlap with others.
-
-    With `tiers` cached blocks that the pools have no room for lie in host memory and on disk, and are loaded again.
-
-    For models that take vectors in place of tokens there is a buffer of `max_embedding_rows` on the device: so many may
-    one request have, and together those whose prompts are being computed.
-
-    `compiler_options` are XLA's, by name, for the programs of steps: what `XLA_FLAGS` sets for all programs of a
-    process. An option that XLA does not know raises when the first step is compiled.
-
-    Processes that share a mesh compare what they planned every `steps_between_checks` steps.
+    Args:
+        block_size: tokens of a page on a device; a block has as many on each of the context ranks that share it.
+        num_blocks: block ids of the cache, the null block included; give this or `memory_bytes`.
+        memory_bytes: bytes of each device for the cache.
+        max_model_len: most tokens of a request.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of a step.
+        enable_prefix_caching: whether later requests may hit the blocks of earlier ones.
+        sub_block_hits: whether a hit may end inside a block, whose page is then copied.
+        eviction_policy: which free block is used next: a name of `EVICTION_POLICIES`.
+        release: a release of vLLM whose exact rules say what is cached and evicted instead.
+        miss_reasons: whether the manager explains every lookup, which takes some 200 us each.
+        zero_new_pages: whether a page is zeroed before a request first uses it, so that nobody reads what another left.
+        max_embedding_rows: most vectors in place of tokens of one request, and of all whose prompts are being computed.
+        watermark: share of a pool that admissions leave free for running requests; it never holds up the first request
+            of an idle step.
+        tokens_per_checkpoint: where several pools share the memory, they keep a checkpoint for so many tokens (`Load`).
+        dtype: of the cache; None: that of the loaded weights.
+        hybrid: whether windows free what they passed. Without it they keep every token in the full layers' table.
+        seed: of sampling and of block hashes.
+        hash_algorithm: of block hashes.
+        async_scheduling: whether a step starts before the tokens of the one before it are read. The price is a step's
+            delay, and a step in vain for each request that ends by a stop token.
+        max_buckets: most programs that warm-up compiles.
+        max_logprobs: most best tokens whose log-probabilities a request may ask for; 0 compiles steps without them.
+        num_step_stats: steps that are remembered.
+        speculative: drafts for requests that decode; tokens are the same with and without. Such a request is in one
+            step at a time.
+        tiers: keep cached blocks that the pools have no room for in host memory and on disk.
+        compiler_options: XLA's options by name for the programs of steps. An unknown one raises when the first step is
+            compiled.
+        steps_between_checks: processes that share a mesh compare their plans every so many steps.
 
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.

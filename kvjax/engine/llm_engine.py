@@ -83,16 +83,16 @@ class LLMEngine(EngineLifeCycle):
     ) -> None:
         """An engine for `model`, whose weights lie on `mesh` (None: on one device).
 
-        `sample_fn` chooses tokens inside the step instead of the engine's sampler; its second result are their
-        float32[N] log-probabilities. Of what `SamplingParams` ask it sees what `SamplingBatch` holds.
-
-        With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
-        cache layout, the same draft model if any, and its steps are at least as large.
-
-        `connector` brings KV from beyond the pools, in place of the one that `config.tiers` describes.
-
-        `draft_model` drafts tokens where `config.speculative` asks for one. Its cache holds as many requests as the
-        model's: `num_blocks` are the model's alone, `memory_bytes` are for both.
+        Args:
+            model: weights and config, as `kvjax.models.load_model` gives them.
+            mesh: the devices; docs/parallelism.md names the axes.
+            draft_model: drafts tokens where `config.speculative` asks for one. Its cache holds as many requests as the
+                model's: `num_blocks` are the model's alone, `memory_bytes` are for both.
+            like: an engine whose compiled steps are used. It has the same models, mesh and cache layout, and its steps
+                are at least as large.
+            sample_fn: chooses tokens from a `SamplingBatch` inside the step; also gives their float32[N] log-probabilities.
+            connector: brings KV from beyond the pools, in place of the one that `config.tiers` describes.
+            clock: seconds, for arrival times and statistics.
 
         Raises:
             ValueError: the model allows fewer tokens than `max_model_len`, `like` does not fit, a draft model is

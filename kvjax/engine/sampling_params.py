@@ -24,26 +24,37 @@ MAX_PENALTY = 2.0
 class SamplingParams:
     """What one request asks of the sampler.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 keep every token; `min_p` keeps those of at least that
-    share of the best one's probability. A request without a `seed` gets one from the engine's seed and its place in
-    the order of submission. `n` samples of a prompt are as many requests, of the seeds `seed`, `seed + 1`, ...; the
-    prompt is computed once for those that find room when it is.
+    Logits are changed in this order: bias, repetition penalty, frequency and presence penalties, tokens that may not be
+    chosen. A request ends with the first of: `max_tokens` tokens, a token of `stop_token_ids`, the model's
+    end-of-sequence token, a stop string in its text.
 
-    Logits are changed in this order: `logit_bias` is added; those of tokens in prompt or output are divided by
-    `repetition_penalty` where positive and multiplied where negative; `frequency_penalty` times a token's count in the
-    output, and `presence_penalty` where it is there, are subtracted; tokens outside `allowed_token_ids`, those of
-    `bad_token_ids` and those that `token_matcher` forbids are never chosen. It makes an object that follows one sample
-    (`TokenMatcher`); such a request's step waits for the token before it, so it gains nothing by `async_scheduling`.
-
-    A request ends with the first of `max_tokens` tokens, a token of `stop_token_ids`, the model's end-of-sequence token
-    unless `ignore_eos`, or the token with which its text contains one of `stop`; the token that ends it is part of the
-    output, the stop string and what is behind it is part of the text only with `include_stop_str_in_output` (the
-    string). Neither ends it before it has `min_tokens` tokens.
-
-    `logprobs` and `prompt_logprobs` ask for the log-probabilities of so many best tokens at each token of output and
-    prompt, under the model: temperature 1, nothing masked; those of output tokens themselves always come. With
-    `stream_text` steps bring the text that they complete (`StepOutput.text`). Text leaves special tokens out with
-    `skip_special_tokens`.
+    Args:
+        n: samples of the prompt, each a request, of the seeds `seed`, `seed + 1`, ...; the prompt is computed once for
+            those that find room when it is.
+        max_tokens: most output tokens.
+        min_tokens: output tokens before which no stop token and no stop string ends the request.
+        temperature: 0 is greedy.
+        top_p: share of the probability that the best tokens kept have together; 1 keeps every token.
+        top_k: best tokens that are kept; 0 keeps every token.
+        min_p: least share of the best token's probability; 0 keeps every token.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted for each time that a token is in the output.
+        repetition_penalty: divides the positive logits of tokens in prompt or output, and multiplies the negative ones.
+        logit_bias: added to logits, by token id.
+        allowed_token_ids: other tokens are never chosen; None: all are allowed.
+        bad_token_ids: tokens that are never chosen.
+        token_matcher: makes an object that follows one sample and forbids tokens (`TokenMatcher`). A step of such a
+            request waits for the token before it, so it gains nothing by `async_scheduling`.
+        seed: None: from the engine's seed and the place in the order of submission.
+        stop: strings that end the request; they are no part of its text.
+        include_stop_str_in_output: whether the text contains the stop string.
+        stop_token_ids: tokens that end the request; they are part of the output.
+        ignore_eos: whether the model's end-of-sequence token does not end the request.
+        logprobs: best tokens at each output token whose log-probabilities come back, under the model: temperature 1,
+            nothing masked. Those of output tokens themselves always come.
+        prompt_logprobs: likewise at each prompt token.
+        stream_text: whether steps bring the text that they complete (`StepOutput.text`).
+        skip_special_tokens: whether text leaves special tokens out.
 
     Raises:
         ValueError: a name is unknown, a value is outside its range, a stop string has no text, or values contradict

@@ -36,7 +36,7 @@ class PrefixIndex:
         use_eagle: bool = False,
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
-        tiers: Sequence[CacheTier] = (),
+        tiers: Sequence[CacheTier] = (),  # what each replica's tier holds
     ) -> None:
         """An index of replicas that have nothing.
 

@@ -68,17 +68,14 @@ class DecodeConnector:
 
     def __init__(
         self,
-        client: PageClient,
+        client: PageClient,  # fetches what tickets name
         *,
-        placement: Placement | None = None,
-        weights_version: str = "",
-        timeout_s: float = 60.0,
+        placement: Placement | None = None,  # of this engine's pages; None: one device
+        weights_version: str = "",  # a name for the weights, taken at its word; empty: a digest of them is computed
+        timeout_s: float = 60.0,  # after which a load that was asked for has failed
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s`: after which a load that was asked for has failed; `placement`: of this engine's pages.
-
-        `weights_version`: a name for the weights, taken at its word; empty: a digest of them is computed.
-        """
+        """A connector without tickets."""
         self.scheduler = self.worker = self
         self.num_failed = 0  # loads, since the start
         self._client, self._timeout_s, self._clock = client, timeout_s, clock

@@ -38,16 +38,13 @@ class PrefillConnector:
 
     def __init__(
         self,
-        server: PageServer,
-        num_receivers: int = 1,
+        server: PageServer,  # offers what requests leave
+        num_receivers: int = 1,  # parts that the decode side's KV heads are split into
         *,
-        placement: Placement | None = None,
-        weights_version: str = "",
+        placement: Placement | None = None,  # of the engine's pages; None: one device
+        weights_version: str = "",  # a name for the weights, taken at its word; empty: a digest of them is computed
     ) -> None:
-        """`num_receivers`: parts that the decode side's KV heads are split into; `placement`: of the engine's pages.
-
-        `weights_version`: a name for the weights, taken at its word; empty: a digest of them is computed.
-        """
+        """A connector without tickets."""
         self.scheduler = self.worker = self
         self._server, self._num_receivers = server, num_receivers
         self._placement = Placement.create() if placement is None else placement

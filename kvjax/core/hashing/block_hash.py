@@ -66,8 +66,8 @@ def seedless_none_hash() -> BlockHash:
 class BlockHasher:
     """An algorithm, a block size and a seed. A value: equal hashers give equal hashes; costs about 1 us a block."""
 
-    block_size: int
-    algorithm: str = "sha256_cbor"
+    block_size: int  # tokens of a hash
+    algorithm: str = "sha256_cbor"  # one of ALGORITHMS
     seed: str | None = field(default=None, kw_only=True, compare=False)  # None: the text of PYTHONHASHSEED, if set
     extra_key_style: str = field(default=DEFAULT_EXTRA_KEY_STYLE, kw_only=True)  # one of EXTRA_KEY_STYLES
     none_hash: BlockHash = field(init=False)

@@ -28,7 +28,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     kept_fields: ClassVar[frozenset[str]] = frozenset({"attention_chunk_size"})
 
-    attention_chunk_size: int
+    attention_chunk_size: int  # a token sees only its own chunk
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,8 +23,8 @@ class FullAttentionSpec(AttentionSpec):
 
     layer_fields: ClassVar[frozenset[str]] = AttentionSpec.layer_fields | {"sliding_window", "attention_chunk_size"}
 
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
+    sliding_window: int | None = None  # mask of a promoted window
+    attention_chunk_size: int | None = None  # mask of promoted chunks
 
     @property
     def kind(self) -> str:

@@ -19,8 +19,8 @@ class MambaSpec(RecurrentSpec):
 
     layer_fields: ClassVar[frozenset[str]] = RecurrentSpec.layer_fields | {"shapes", "dtypes"}
 
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of each array of one state
+    dtypes: tuple[str, ...]  # of each array
 
     @property
     def kind(self) -> str:

@@ -83,7 +83,7 @@ class MLAAttentionSpec(LatentSpec):
 
     layer_fields: ClassVar[frozenset[str]] = LatentSpec.layer_fields | {"sliding_window"}
 
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # mask of a promoted window
 
     @property
     def kind(self) -> str:
@@ -101,7 +101,7 @@ class LatentWindowSpec(LatentSpec):
 
     kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
 
-    sliding_window: int
+    sliding_window: int  # tokens that a query sees, its own included
 
     def __post_init__(self) -> None:
         super().__post_init__()

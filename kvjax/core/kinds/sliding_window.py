@@ -31,7 +31,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window", "num_sink_tokens"})
 
-    sliding_window: int
+    sliding_window: int  # tokens that a query sees, its own included
     num_sink_tokens: int = 0  # type: ignore[misc]  # of a spec, not of the kind
 
     def __post_init__(self) -> None:

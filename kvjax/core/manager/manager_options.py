@@ -54,8 +54,8 @@ class ManagerOptions:
     max_in_flight_tokens: int | None
     # "uncached_first" (blocks without a hash are reused first), or, with the policy "lru" alone, "append".
     free_order: str
-    # Which free block to reuse next: "probation", "lru", "slru", "cost", or a callable that makes a pool's
-    # `EvictionPolicy` from its `HashedBlocks`.
+    # Which free block to reuse next: a name of `EVICTION_POLICIES`, or a callable that makes a pool's `EvictionPolicy`
+    # from its `HashedBlocks`.
     eviction_policy: str | EvictionPolicyFactory
     # Whether a block may be hit in the step that computes it; right only if a step writes all its KV before any
     # attention. False: not before `new_step_starts`.

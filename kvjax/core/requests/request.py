@@ -63,15 +63,15 @@ class Request:
 
     def __init__(
         self,
-        request_id: str,
+        request_id: str,  # unique among running requests
         prompt_token_ids: Any,  # integers >= 0, [num_prompt_tokens]; None with prompt_embeds: zeros
         *,
         mm_features: Sequence[MultiModalFeature] = (),  # sorted by offset, inside the prompt
-        lora: LoRARequest | None = None,
-        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,  # the adapter; requests of others share nothing
+        cache_salt: str | None = None,  # requests of other salts share nothing
         prompt_embeds: np.ndarray | None = None,  # [num_prompt_tokens, hidden]
         weight_version: int | str | None = None,  # of the model's weights; requests of other versions share nothing
-        skip_reading_prefix_cache: bool = False,
+        skip_reading_prefix_cache: bool = False,  # compute the whole prompt
         skip_writing_prefix_cache: bool = False,  # look up, but make no block of this request a hit for others
         prompt_logprobs: int | None = None,  # they need every prompt token computed, so no hit may be read
         max_tokens: int | None = None,  # most output tokens, for admission by worst case; None: up to max_model_len
