@@ -90,7 +90,7 @@ class LLMEngine(EngineLifeCycle):
                 model's: `num_blocks` are the model's alone, `memory_bytes` are for both.
             like: an engine whose compiled steps are used. It has the same models, mesh and cache layout, and its steps
                 are at least as large.
-            sample_fn: chooses tokens of a `SamplingBatch` inside the step; the second result is their float32[N] logprobs.
+            sample_fn: chooses tokens of a `SamplingBatch` inside the step; also returns their float32[N] logprobs.
             connector: brings KV from beyond the pools, in place of the one that `config.tiers` describes.
             clock: seconds, for arrival times and statistics.
 
