@@ -26,12 +26,14 @@ DEFAULT_MAX_NGRAM, DEFAULT_MIN_NGRAM = 4, 2
 class SpeculativeConfig:
     """How an engine drafts tokens.
 
-    `prompt_lookup` needs no model: drafts are what followed an earlier occurrence of a request's last `max_ngram`
-    tokens in its own prompt and output, or else of fewer, down to `min_ngram`. `draft_model` asks a smaller model of
-    the same vocabulary, which the engine is given. At most `num_drafts` tokens of a request are drafted in a step.
-    With `least_gain` a step drafts only where so many right drafts may be expected for each request that decodes in it
-    (`prompt_lookup` alone; 0: whenever there are any). Where a step costs by its tokens, as on a CPU, 0.3 is about what
-    pays.
+    Args:
+        method: "prompt_lookup" needs no model: drafts are what followed an earlier occurrence of a request's last
+            tokens in its own prompt and output. "draft_model" asks a smaller model of the same vocabulary.
+        num_drafts: most tokens of a request that a step drafts.
+        max_ngram: most last tokens that are looked for; None: 4, or `min_ngram` where that is more.
+        min_ngram: fewest; None: 2, or `max_ngram` where that is less.
+        least_gain: right drafts that must be expected for each decoding request before a step drafts (`prompt_lookup`
+            alone). Where a step costs by its tokens, as on a CPU, 0.3 is about what pays.
 
     Raises:
         ValueError: a value is outside its range, or n-grams or a gain are given for a draft model.
@@ -39,9 +41,9 @@ class SpeculativeConfig:
 
     method: Method = "prompt_lookup"
     num_drafts: int = 4
-    max_ngram: int | None = None  # None: 4, or `min_ngram` where that is more
-    min_ngram: int | None = None  # None: 2, or `max_ngram` where that is less
-    least_gain: float = 0.0  # tokens
+    max_ngram: int | None = None
+    min_ngram: int | None = None
+    least_gain: float = 0.0
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):

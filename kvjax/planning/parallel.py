@@ -37,11 +37,11 @@ class RankShare:
 class Parallelism:
     """How many ranks share what. Ranks count tensor fastest, then prefill context, then data."""
 
-    tensor: int = 1
-    data: int = 1
-    decode_context: int = 1
-    prefill_context: int = 1
-    page_context: int = 1
+    tensor: int = 1  # ranks that split the heads
+    data: int = 1  # replicas, each with pools of its own
+    decode_context: int = 1  # tensor ranks with the same heads that split the tokens among them
+    prefill_context: int = 1  # further ranks that split the tokens
+    page_context: int = 1  # ranks that split the tokens of every page
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -64,7 +64,10 @@ class Ticket:
 class PageServer:
     """The sending side of one process. Entries stay on its devices until they are pulled or the process ends."""
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",  # host and port of this process; port 0: a free one
+    ) -> None:
         self._server = transfer.start_transfer_server(jax.devices()[0].client, address, [address])
         self._uuids = itertools.count(1)
 
@@ -91,7 +94,10 @@ class PageServer:
 class PageClient:
     """The receiving side of one process, with its open connections."""
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",  # host and port of this process; port 0: a free one
+    ) -> None:
         self._server = transfer.start_transfer_server(jax.devices()[0].client, address, [address])
         self._connections: dict[str, transfer.TransferConnection] = {}
 

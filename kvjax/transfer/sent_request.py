@@ -66,7 +66,13 @@ class SentRequest:
 class PageReader:
     """Reads requests out of the pages of one deployment. Holds no pages; calls cost one dispatch a group."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig, placement: Placement, *, weights_version: str = "") -> None:
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        placement: Placement,  # of the deployment's pages
+        *,
+        weights_version: str = "",  # stands for all that K and V depend on; both sides have to agree
+    ) -> None:
         self._config, self._weights_version = kv_cache_config, weights_version
         self._layers, self._num_data = layers_of(kv_cache_config, placement), placement.num_data
 
@@ -92,7 +98,13 @@ class PageReader:
 class PageWriter:
     """Writes requests that were sent into the pages of one deployment, whose layout and mesh may be others."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig, placement: Placement, *, weights_version: str = "") -> None:
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        placement: Placement,  # of the deployment's pages
+        *,
+        weights_version: str = "",  # stands for all that K and V depend on; both sides have to agree
+    ) -> None:
         self._config, self._placement, self._weights_version = kv_cache_config, placement, weights_version
         self._layers = {layer.name: layer for layer in layers_of(kv_cache_config, placement)}
 
