@@ -44,8 +44,6 @@ OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that
     "ragged_paged_attention": (attention.ragged, _ALL),
     "mla_paged_attention": (attention.mla, _ALL),
     "sparse_mla_attention": (sparse.sparse, _MOST),
-    "indexer_topk": (sparse.indexer, ("reference", "xla", "tpu", "triton")),
-    "compressor_update": (sparse.compressor, ("reference", "xla", "tpu", "triton")),
     **{op: (partial(of_case_type, case_type), case_type.backends) for op, case_type in case_types().items()},
 }
 _TRIALS_KEPT = 20  # compiled programs pile up; after so many trials jax forgets them

@@ -23,12 +23,15 @@ def excess(got: Any, expected: Any) -> float:
 
 
 def assert_close(got: Any, expected: Any) -> None:
-    """Arrays of a tree are as close to those expected as the dtype of what was got holds numbers.
+    """Arrays of a tree are as close to those expected as the dtype of what was got holds numbers; integers are equal.
 
     Raises:
         AssertionError: one is not, or has another shape.
     """
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if np.issubdtype(a.dtype, np.integer):
+            assert_same(a, b)
+            continue
         assert_close_as(str(a.dtype), a, b)
 
 

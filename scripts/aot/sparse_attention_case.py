@@ -78,3 +78,17 @@ def attention(case: SparseCase, backend: str = "tpu") -> tuple[Callable[..., Any
 
     q = argument((case.tokens, heads, model.dim), "bfloat16")
     return call, (q, pages(case.page), step, compressed, argument((heads,), "float32"))
+
+
+def sparse_shapes(num_shards: int) -> list[tuple[str, list[str]]]:
+    """Every model and kind of layer, over fp8 entries, and over bfloat16 ones where an indexer picks them."""
+    shapes = [shape for shape in SHAPES if shape.num_q_heads % num_shards == 0]
+    layers = [(shape.name, ratio, 1) for shape in shapes for ratio in (0, *shape.ratios)]
+    layers += [(shape.name, 4, 0) for shape in shapes]
+    return [
+        (
+            f"{name} ratio {ratio} {'fp8' if fp8 else 'bfloat16'}",
+            [f"model={name}", f"shards={num_shards}", f"ratio={ratio}", f"fp8={fp8}"],
+        )
+        for name, ratio, fp8 in layers
+    ]

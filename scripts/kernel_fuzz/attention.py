@@ -13,16 +13,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases.latents import LatentShape
+from pallas_kernels.cases.numbers import one_of
+from pallas_kernels.cases.steps import hard_rows
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
 from pallas_kernels.mla_paged_attention import kernel_tpu as mla_tpu
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, ragged_paged_attention
-from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on, hard_rows, one_of
+from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_right
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_gpu import SMALL

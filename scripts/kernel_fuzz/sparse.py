@@ -1,27 +1,22 @@
-"""Trials of DeepSeek V4's ops: sparse_mla_attention, indexer_topk and compressor_update.
+"""Trials of sparse_mla_attention.
 
-Oracle: tests/pallas_kernels/sparse_oracle.py, token by token in float64. Slots that no token names hold NaN.
+Oracle: pallas_kernels/sparse_mla_attention/oracle.py, token by token in float64. Slots that no token names hold NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.compressor_update import compressor_update
-from pallas_kernels.indexer_topk import indexer_topk
-from pallas_kernels.latent_entries import IndexFp8, LatentFp8, Plain
+from pallas_kernels.cases.latents import LatentShape
+from pallas_kernels.cases.numbers import one_of
+from pallas_kernels.cases.steps import hard_rows
+from pallas_kernels.latent_entries import LatentFp8, Plain
 from pallas_kernels.sparse_mla_attention import kernel_gpu
-from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on, hard_rows, one_of
+from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on
 from tests.pallas_kernels.cases import assert_right
-from tests.pallas_kernels.compressor_update.test_compressor_update import Steps
-from tests.pallas_kernels.indexer_topk import test_indexer_topk
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.oracle import LARGEST_SINK
 from tests.pallas_kernels.sparse_mla_attention import test_kernel_gpu
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
@@ -86,54 +81,3 @@ def _compiled(rng: np.random.Generator, platform: str, shape: Shape, sinks: np.n
 
     compiled = compiled_on(platform, rng, call, *arguments(make_case(0, shape, []), sinks))
     return lambda case: compiled(*arguments(case, sinks))
-
-
-def indexer(rng: np.random.Generator, platform: str) -> Iterator[str]:
-    """Steps of one shape of indexer_topk: small integers, so that scores are exact and often equal."""
-    is_fp8 = bool(rng.random() < 0.5)
-    dim, tokens, rows = test_indexer_topk.DIM, test_indexer_topk.NUM_TOKENS, test_indexer_topk.NUM_ROWS
-    dtype = "int8" if is_fp8 else one_of(rng, ["bfloat16", "float32"])
-    page_size = one_of(rng, [1, 2, 4, 8, 64])
-    layout = "tpu" if platform == "tpu" or rng.random() < 0.5 else "cpu"
-    latent = LatentShape(dim + 4 * is_fp8, page_size, dtype, layout)
-    entries = IndexFp8() if is_fp8 else Plain()
-    ratio, topk = one_of(rng, [1, 4, 128]), one_of(rng, [1, 7, 20, 128, 140])
-    q_dtype = one_of(rng, ["bfloat16", "float32"])
-    compiled: list[Callable[..., Any]] = []
-
-    def op(*arrays: Any, **static: Any) -> Any:
-        arrays = jax.tree.map(jnp.asarray, arrays)
-        if not compiled:
-            compiled.append(compiled_on(platform, rng, partial(indexer_topk, **static, backend=platform), *arrays))
-        return compiled[0](*arrays)
-
-    for _ in range(_STEPS):
-        lengths = hard_rows(rng, tokens, rows, page_size, test_indexer_topk.MAX_LEN, False)
-        seed = int(rng.integers(1 << 30))
-        check = partial(test_indexer_topk.check, seed, latent, entries, ratio, topk, lengths, op=op, q_dtype=q_dtype)
-        yield checked((latent, entries, ratio, topk, q_dtype, lengths), check)
-
-
-def compressor(rng: np.random.Generator, platform: str) -> Iterator[str]:
-    """Sequences that advance by any number of tokens a step, in pages that come and go."""
-    ratio, overlap = one_of(rng, [(4, True), (8, False), (1, True), (3, False), (5, True), (16, False)])
-    page_size = one_of(rng, [1, 3, 4, 8, 16])
-    dim = 128 if platform == "tpu" else one_of(rng, [5, 128])
-    compiled: list[Callable[..., Any]] = []
-
-    def op(*given: Any, position_bias: Any) -> Any:
-        arrays = jax.tree.map(jnp.asarray, (*given, position_bias))
-        call = partial(compressor_update, overlap=overlap, page_size=page_size, backend=platform)
-        if not compiled:
-            compiled.append(compiled_on(platform, rng, lambda *a: call(*a[:-1], position_bias=a[-1]), *arrays))
-        return compiled[0](*arrays)
-
-    layout = "tpu" if platform == "tpu" or rng.random() < 0.5 else "cpu"
-    for _ in range(2):
-        seed = int(rng.integers(1 << 30))
-        chunks = one_of(rng, [[1], [1, 8, 12], [ratio, ratio + 1], [2, 3]])
-
-        def check(seed: int = seed, chunks: Any = chunks) -> None:
-            Steps(seed, ratio, overlap, page_size, layout, dim, max_len=20, op=op).run(chunks)
-
-        yield checked((ratio, overlap, page_size, dim, layout, chunks), check)

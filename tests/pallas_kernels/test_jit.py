@@ -7,15 +7,11 @@ import functools
 import chex
 import jax.numpy as jnp
 
-from pallas_kernels.indexer_topk import indexer_topk
-from pallas_kernels.latent_entries import Plain
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.indexer_topk.test_indexer_topk import DIM, check
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.sparse_mla_attention import sparse_cases
@@ -70,9 +66,3 @@ class TestWithAndWithoutJit(chex.TestCase):
             jnp.asarray(case.q), (jnp.asarray(case.page),), *case.step, **{**case.compressed, **compressed}
         )
         assert_close(result.out, case.expected(None)[0], "float32", "out")
-
-    @both_ways
-    def test_indexer_topk(self) -> None:
-        sizes = ("topk", "tokens_per_state", "entries", "page_size")
-        choose = self.variant(indexer_topk, static_argnames=sizes)
-        check(0, LatentShape(DIM, 4), Plain(), 2, 7, ROWS, op=choose)

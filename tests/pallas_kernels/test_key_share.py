@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.interpret.on_tpu import compile_on_tpu
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.merge_states import merge_ranks, merge_states
@@ -20,7 +21,6 @@ from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_atten
 from scripts.kernel_fuzz.attention import static_of
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import Shape, assert_close, make_case
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.mla_paged_attention.test_kernel_tpu import SMALL as SMALL_LATENTS
 from tests.pallas_kernels.oracle import Options

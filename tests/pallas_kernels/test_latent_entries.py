@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import decoded
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8, Plain
-from tests.pallas_kernels.latent_cases import decoded
 
 LATENT = LatentFp8(rope_dim=8, group=16)
 

@@ -14,12 +14,12 @@ import pytest
 
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import ragged_paged_attention as ragged
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.decode_step import DecodeStep
 from pallas_kernels.interpret.on_tpu import compile_on_tpu
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.tpu.memory import pallas_calls
 from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.oracle import Options
 

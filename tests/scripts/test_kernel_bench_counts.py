@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cases.case import Work
+from pallas_kernels.cases.steps import SMALL_ROWS, Rows, Step
 from pallas_kernels.gated_delta_rule.cases import DeltaCase
 from pallas_kernels.gated_delta_rule.shapes import DeltaShape
 from pallas_kernels.kv_write.cases import WriteCase
@@ -25,7 +26,6 @@ from scripts.kernel_bench.ops import (
     mla_paged_attention,
     ragged_paged_attention,
 )
-from scripts.kernel_bench.step import SMALL_ROWS, Rows, Step
 
 SIZES = Sizes("gpu", page=4, small=True)
 MASKS = {"full": (None, None), "window": (5, None), "chunk": (None, 8), "both": (7, 16)}

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.entries import Entries, entry_pages, entry_rows
+from pallas_kernels.cases.steps import Step
+from pallas_kernels.compressor_update.cases import CompressorCase
+from pallas_kernels.indexer_topk.cases import IndexerCase, whole_keys
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention.shapes import SparseShape
-from scripts.kernel_bench.case import Sizes
-from scripts.kernel_bench.entries import Entries, entry_pages, entry_rows
-from scripts.kernel_bench.ops import compressor_update, indexer_topk, sparse_mla_attention
-from scripts.kernel_bench.ops.compressor_update import Compressor
-from scripts.kernel_bench.step import Step
+from scripts.kernel_bench.case import Sizes, bench_case
+from scripts.kernel_bench.ops import sparse_mla_attention
 
 SHAPE = SparseShape("x", "x", 3, topk=5, dim=128, sliding_window=7, num_index_heads=2, index_dim=16, ratios=(4, 128))
 SIZES = Sizes("tpu", page=4, small=True)
@@ -62,21 +62,20 @@ def test_picks_are_distinct_entries_that_the_query_sees(kind: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_indexer(kind: str, dtype: str) -> None:
-    found = indexer_topk.case(kind, SHAPE, replace(SIZES, dtype=dtype))
+    found = bench_case(IndexerCase, kind, SHAPE, replace(SIZES, dtype=dtype))
     entries = Entries(entry_rows(kind, SIZES), 4)
     seen = {(s, e) for s, _, pos in queries(entries) for e in range(pos + 1) if 4 * (e + 1) <= pos + 1}
     num_bytes = len(seen) * (2 * 16 if dtype == "bfloat16" else 16 + 4)
     flops = 0
     for _, _, pos in queries(entries):
-        num_bytes += 2 * (2 * 16 + 4) + 4 * SHAPE.topk
+        num_bytes += 2 * (2 * 16 + 4) + 4 * found.setting.topk
         for _ in range((pos + 1) // 4):
             flops += 2 * (2 * 16 + 2)
     assert found.work == (num_bytes, flops)
 
 
 def test_keys_of_the_indexer_are_whole_numbers_in_fp8_too() -> None:
-    sizes = replace(SIZES, dtype="float8_e4m3fn")
-    pages = entry_pages(np.random.default_rng(0), 16, 4, 6, sizes, IndexFp8(), indexer_topk._keys)
+    pages = entry_pages(np.random.default_rng(0), 16, 4, 6, "float8_e4m3fn", "tpu", IndexFp8(), whole_keys)
     keys = np.asarray(IndexFp8().decode(pages[1:].reshape(-1, pages.shape[-1]), 16))
     assert (keys == np.rint(keys)).all()
     assert 1 < np.abs(keys[:, 1:]).mean() < 14
@@ -86,11 +85,10 @@ def test_keys_of_the_indexer_are_whole_numbers_in_fp8_too() -> None:
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 @pytest.mark.parametrize(("ratio", "dim"), [(4, 8), (128, 8)])
 def test_the_compressor(kind: str, ratio: int, dim: int) -> None:
-    compressor = Compressor(ratio, dim)
-    found = compressor_update.case(kind, "x", compressor, SHAPE, SIZES)
+    found = replace(bench_case(CompressorCase, f"{kind} ratio {ratio}", SHAPE, SIZES).setting, dim=dim)
     halves = 2 if ratio == 4 else 1  # of a token: for the entry after its own, and for its own
     num_bytes = flops = 0
-    for q_len, length in compressor_update.rows_of_tokens(kind, SIZES):
+    for q_len, length in found.step_rows:
         computed = length - q_len
         for _ in range(q_len * halves * dim):
             num_bytes += 2 * (2 + 4)  # KV and score, read and stored
@@ -107,12 +105,12 @@ def test_the_compressor(kind: str, ratio: int, dim: int) -> None:
 
 def test_slots_are_where_the_tables_say() -> None:
     step = Step(((1, 9), (3, 6)), MaskRule(), 4)
-    tables = jnp.array([[5, 6, 7], [8, 9, 0]])
+    tables = np.array([[5, 6, 7], [8, 9, 0]])
     assert step.new_slots(tables).tolist() == [7 * 4 + 0, 8 * 4 + 3, 9 * 4 + 0, 9 * 4 + 1]
 
 
 def test_a_quarter_of_decoding_sequences_completes_an_entry() -> None:
-    found = compressor_update.case("decode", "x", Compressor(4, 8), SHAPE, Sizes("tpu", batch=64, context=4096))
+    found = bench_case(CompressorCase, "decode ratio 4", SHAPE, Sizes("tpu", batch=64, context=4096))
     small = found.small()
     (entries, positions), _ = small.call("reference", *small.arguments(0))
     assert len(entries) == 4

@@ -11,13 +11,13 @@ import numpy as np
 from pallas_kernels.cases.case import Arguments, Work, itemsize
 from pallas_kernels.cases.numbers import random_array
 from pallas_kernels.cases.pages import random_pages
+from pallas_kernels.cases.steps import Step, rows_of, words
 from pallas_kernels.layouts import attention_layout
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from scripts.kernel_bench.case import BenchCase, Sizes
 from scripts.kernel_bench.shards import splits, with_most_shards
-from scripts.kernel_bench.step import Step, rows_of, words
 
 OP = "ragged_paged_attention"
 KINDS = ("decode", "decode-long", "decode-32k", "prefill", "mixed")

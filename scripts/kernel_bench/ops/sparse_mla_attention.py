@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cases.case import Arguments, Work, itemsize
+from pallas_kernels.cases.entries import KINDS, Entries, entry_bytes, entry_pages, entry_rows, stored_in
 from pallas_kernels.cases.numbers import random_array
+from pallas_kernels.cases.steps import Rows, Step, words
 from pallas_kernels.latent_entries import EntryFormat, LatentFp8
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention import plan, sparse_mla_attention
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES, SparseShape
 from scripts.kernel_bench.case import BenchCase, Sizes
-from scripts.kernel_bench.entries import KINDS, Entries, entry_bytes, entry_pages, entry_rows, stored_in
 from scripts.kernel_bench.shards import splits, with_most_shards
-from scripts.kernel_bench.step import Rows, Step, words
 
 OP = "sparse_mla_attention"
 _SMALL_TOPK = 16
@@ -94,10 +94,12 @@ def arguments(setting: Setting, sizes: Sizes, seed: int) -> Arguments:
     """pages: of the window, of the entries; rest: q, sinks, step, its schedule, tables of the entries, picks."""
     rng = np.random.default_rng(seed)
     shape, step, entries = setting.shape, setting.step, setting.entries
-    pages = [entry_pages(rng, shape.dim, step.page, step.num_pages, sizes, setting.fp8)]
+    pages = [entry_pages(rng, shape.dim, step.page, step.num_pages, sizes.dtype, sizes.platform, setting.fp8)]
     arrays, tables, picks = step.arrays(rng), None, None
     if entries is not None:
-        pages.append(entry_pages(rng, shape.dim, entries.page, entries.step.num_pages, sizes, setting.fp8))
+        pages.append(
+            entry_pages(rng, shape.dim, entries.page, entries.step.num_pages, sizes.dtype, sizes.platform, setting.fp8)
+        )
         tables = entries.step.arrays(rng)[0]
         picks = None if setting.topk is None else jnp.asarray(entries.picks(setting.topk))
     schedule = plan(*arrays, num_tokens=step.num_tokens, sliding_window=shape.sliding_window, page_size=step.page)

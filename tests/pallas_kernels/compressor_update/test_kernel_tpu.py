@@ -1,57 +1,22 @@
-"""The TPU kernel of the compressor, in steps of any cut against the whole sequence; NaN in pages, races watched."""
+"""The TPU kernel of the compressor: a race that is found, and what it cannot do."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.compressor_update import compressor_update, kernel_tpu
+from pallas_kernels.compressor_update.cases import CompressorCase
 from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.layouts import latent_layout
-from tests.pallas_kernels.compressor_update.test_compressor_update import Steps
 
 DIM = 128
-
-
-def tpu_op(overlap: bool, page_size: int) -> Callable[..., Any]:
-    """The op on TPU, compiled at its first call."""
-    compiled: list[Callable[..., Any]] = []
-
-    def run(*arguments: Any, position_bias: Any) -> Any:
-        arguments = jax.tree.map(jnp.asarray, (*arguments, position_bias))
-        if not compiled:
-            call = functools.partial(compressor_update, overlap=overlap, page_size=page_size, backend="tpu")
-            compiled.append(compile_on_tpu(lambda *a: call(*a[:-1], position_bias=a[-1]), *arguments))
-        return compiled[0](*arguments)
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("ratio", "overlap", "page_size", "dim"),
-    [
-        (4, True, 4, DIM),  # DeepSeek V4's indexer
-        (8, False, 4, DIM),  # as layers of ratio 128, smaller
-        pytest.param(4, True, 4, 512, marks=pytest.mark.sweep),
-        pytest.param(16, False, 8, 512, marks=pytest.mark.sweep),
-        pytest.param(1, True, 3, DIM, marks=pytest.mark.sweep),
-        pytest.param(3, False, 1, DIM, marks=pytest.mark.sweep),
-        pytest.param(5, True, 16, DIM, marks=pytest.mark.sweep),
-        pytest.param(6, True, 4, DIM, marks=pytest.mark.sweep),
-    ],
-)
-def test_entries_are_those_of_the_whole_sequence(ratio: int, overlap: bool, page_size: int, dim: int) -> None:
-    """Whole prompts, chunks, one token at a time, rows without tokens."""
-    op = tpu_op(overlap, page_size)
-    for seed in range(2):
-        steps = Steps(seed, ratio, overlap, page_size, "tpu", dim, max_len=20, op=op)
-        steps.step([7, 1, 0])
-        steps.run([1, 8, 12])
+CASE = CompressorCase(tokens=24, seqs=3, context=20, ratio=4, dim=DIM, page=4, q_dtype="float32")
 
 
 @pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
@@ -60,9 +25,10 @@ def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     target = kernel_tpu._Step._target
     monkeypatch.setattr(kernel_tpu._Step, "_target", lambda self, i, slot: target(self, i, 1 - slot))
     jax.clear_caches()
-    steps = Steps(0, 4, True, 4, "tpu", DIM, max_len=20, op=tpu_op(True, 4))
+    arguments = CASE.step(np.random.default_rng(0), [(8, 8), (8, 8)])
+    run = compile_on_tpu(partial(CASE.call, "tpu"), *arguments)
     with pytest.raises(RaceError, match=r"race|RACE"):
-        steps.step([8, 8, 0])
+        run(*arguments)
     jax.clear_caches()
 
 

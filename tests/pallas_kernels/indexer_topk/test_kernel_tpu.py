@@ -1,9 +1,8 @@
-"""The TPU kernel of the indexer against a full sort, ties included; NaN in slots that nobody sees, races watched."""
+"""The TPU kernel of the indexer: its ring, its selection, races, what it cannot do."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,59 +12,22 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.indexer_topk import indexer_topk, kernel_tpu
 from pallas_kernels.indexer_topk.tpu_select import GROUP, LEAST, Selection, sort_keys
 from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
-from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
 from pallas_kernels.layouts import cdiv, latent_layout
-from pallas_kernels.sparse_mla_attention.shapes import SHAPES
 from pallas_kernels.tpu.call import Operand, call
 from pallas_kernels.tpu.latent_blocks import StateBlocks
 from pallas_kernels.tpu.mosaic import LANES
-from tests.pallas_kernels.indexer_topk import test_indexer_topk
-from tests.pallas_kernels.indexer_topk.test_indexer_topk import DIM, check
-from tests.pallas_kernels.latent_cases import LatentShape
-
-STEPS: tuple[Any, ...] = ((0, None), (1, None), (2, [(1, 1), (0, 0), (1, 160), (17, 130), (5, 5)]))
-
-
-def tpu_op() -> Callable[..., Any]:
-    """The op on TPU, compiled at its first call."""
-    compiled: list[Callable[..., Any]] = []
-
-    def run(*arrays: Any, **static: Any) -> Any:
-        arrays = jax.tree.map(jnp.asarray, arrays)
-        if not compiled:
-            compiled.append(compile_on_tpu(functools.partial(indexer_topk, **static, backend="tpu"), *arrays))
-        return compiled[0](*arrays)
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("latent", "entries", "ratio", "topk", "q_dtype"),
-    [
-        (LatentShape(DIM + 4, 2, "int8", "tpu"), IndexFp8(), 1, 20, "bfloat16"),
-        (LatentShape(DIM, 8, "bfloat16", "tpu"), Plain(), 4, 140, "float32"),
-        pytest.param(LatentShape(DIM + 4, 64, "int8", "tpu"), IndexFp8(), 1, 140, "float32", marks=pytest.mark.sweep),
-        pytest.param(LatentShape(DIM, 4, "float32", "tpu"), Plain(), 1, 7, "bfloat16", marks=pytest.mark.sweep),
-        pytest.param(LatentShape(DIM, 1, "bfloat16", "tpu"), Plain(), 128, 1, "float16", marks=pytest.mark.sweep),
-    ],
-)
-def test_random_steps(latent: LatentShape, entries: EntryFormat, ratio: int, topk: int, q_dtype: str) -> None:
-    """More entries than a block and fewer than asked for; lengths 0 and 1; equal scores go to the smaller entry."""
-    op = tpu_op()
-    for seed, rows in STEPS:
-        check(seed, latent, entries, ratio, topk, rows, op=op, q_dtype=q_dtype)
+from tests.pallas_kernels.indexer_topk.test_indexer_topk import SMALL, check
 
 
 def test_items_may_have_more_blocks_than_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And fewer, one after the other, some of them none: a ring of four goes round."""
     monkeypatch.setattr(kernel_tpu, "_BUFFERS", 4)
-    monkeypatch.setattr(test_indexer_topk, "MAX_LEN", 640)
     jax.clear_caches()
-    rows = [(1, 640), (1, 20), (0, 0), (2, 300)]
-    check(0, LatentShape(DIM, 8, "float32", "tpu"), Plain(), 1, 7, rows, op=tpu_op())
+    check(replace(SMALL, context=640), "tpu", [(1, 640), (1, 20), (0, 0), (2, 300)])
     jax.clear_caches()
 
 
@@ -159,7 +121,7 @@ def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_tpu, "_BUFFERS", 2)
     jax.clear_caches()
     with pytest.raises(RaceError, match=r"race|RACE"):
-        check(0, LatentShape(DIM, 8, "float32", "tpu"), Plain(), 1, 5, [(1, 150), (1, 160)], op=tpu_op())
+        check(SMALL, "tpu", [(1, 150), (1, 160)])
     jax.clear_caches()
 
 
@@ -196,12 +158,3 @@ def test_what_the_kernel_cannot_do(name: str) -> None:
             pages,
             *ints,
         )
-
-
-@pytest.mark.sweep
-def test_model_shape() -> None:
-    """All heads of DeepSeek V4's indexer over fp8 keys."""
-    model = SHAPES[0]
-    latent = LatentShape(model.index_dim + 4, 64, "int8", "tpu")
-    dims = (model.num_index_heads, model.index_dim)
-    check(0, latent, IndexFp8(), 4, model.topk, [(1, 150), (9, 90)], dims, tpu_op(), "bfloat16")

@@ -1,39 +1,14 @@
-"""The indexer in vectorised XLA against a full sort of float64 scores, ties included; NaN in slots that nobody sees."""
+"""The indexer in vectorised XLA, whatever is done at a time."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
-from pallas_kernels.indexer_topk import indexer_topk
-from pallas_kernels.indexer_topk.xla_topk import Limits
-from pallas_kernels.indexer_topk.xla_topk import indexer_topk as by_limits
-from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
-from tests.pallas_kernels.indexer_topk.test_indexer_topk import DIM, check
-from tests.pallas_kernels.latent_cases import LatentShape
-
-STEPS: tuple[Any, ...] = ((0, None), (2, [(1, 1), (0, 0), (1, 160), (17, 130), (5, 5)]))
-
-
-@pytest.mark.parametrize(
-    ("latent", "entries", "ratio", "topk", "q_dtype"),
-    [
-        (LatentShape(DIM, 4), Plain(), 1, 7, "float32"),
-        pytest.param(LatentShape(DIM, 6, "bfloat16", "tpu"), Plain(), 4, 50, "bfloat16", marks=pytest.mark.sweep),
-        (LatentShape(DIM + 4, 3, "int8"), IndexFp8(), 1, 140, "bfloat16"),
-        pytest.param(LatentShape(DIM + 4, 64, "int8"), IndexFp8(), 128, 1, "float32", marks=pytest.mark.sweep),
-    ],
-)
-@pytest.mark.parametrize("backend", ["xla", pytest.param("triton", marks=pytest.mark.sweep)])
-def test_random_steps(
-    latent: LatentShape, entries: EntryFormat, ratio: int, topk: int, q_dtype: str, backend: str
-) -> None:
-    """More entries than are asked for and fewer; lengths 0 and 1; equal scores go to the smaller entry."""
-    op = functools.partial(indexer_topk, backend=backend)
-    for seed, rows in STEPS:
-        check(seed, latent, entries, ratio, topk, rows, op=op, q_dtype=q_dtype)
+from pallas_kernels.indexer_topk.xla_topk import Limits, indexer_topk
+from pallas_kernels.latent_entries import Plain
+from tests.pallas_kernels.indexer_topk.test_indexer_topk import MIXED, SMALL, check
 
 
 @pytest.mark.parametrize(
@@ -45,12 +20,9 @@ def test_random_steps(
     ],
 )
 def test_whatever_is_done_at_a_time(limits: Limits) -> None:
-    op = functools.partial(by_limits, limits=limits)
-    for seed, rows in STEPS:
-        check(seed, LatentShape(DIM, 4), Plain(), 1, 20, rows, op=op)
+    def call(pages: Any, rest: Any) -> Any:
+        q, weights, step = rest
+        sizes = {"topk": SMALL.topk, "tokens_per_state": SMALL.ratio, "page_size": SMALL.page}
+        return indexer_topk(q, weights, pages, *step, entries=Plain(), limits=limits, **sizes), ()
 
-
-def test_scores_in_triton_of_fp8_keys() -> None:
-    """The kernel, interpreted, beside its sweep above."""
-    op = functools.partial(indexer_topk, backend="triton")
-    check(2, LatentShape(DIM + 4, 3, "int8"), IndexFp8(), 1, 140, STEPS[1][1], op=op, q_dtype="bfloat16")
+    check(SMALL, "xla", MIXED, call)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.cases.latents import LatentShape, random_pages, random_tables, unpacked
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.latent_cases import LatentShape, random_pages, random_tables, unpacked
 from tests.pallas_kernels.oracle import Options, attention, visible_keys
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.mla_paged_attention import kernel_gpu
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import test_kernel_gpu
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
 from tests.pallas_kernels.oracle import Options

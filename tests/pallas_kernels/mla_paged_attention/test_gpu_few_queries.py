@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.gpu.plan import Field
 from pallas_kernels.gpu.tiles import tile_shape
 from pallas_kernels.interpret.on_gpu import compile_on_gpu
@@ -18,7 +19,6 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, mla_paged_attention, plan
 from pallas_kernels.mla_paged_attention.gpu_schedule import most_queries
 from tests.pallas_kernels.cases import assert_right, nan_behind
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
 from tests.pallas_kernels.oracle import Options
 

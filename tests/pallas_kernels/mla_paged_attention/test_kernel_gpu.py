@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.interpret.on_gpu import compile_on_gpu, gpu_device
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, mla_paged_attention
 from pallas_kernels.mla_paged_attention.gpu_latents import LatentRing
 from tests.pallas_kernels.cases import assert_close, assert_right
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
 from tests.pallas_kernels.oracle import Options
 

@@ -14,12 +14,12 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_tpu, mla_paged_attention
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Case, Shape, make_case
 from tests.pallas_kernels.mla_paged_attention.mla_cases import run as reference
 from tests.pallas_kernels.oracle import Options

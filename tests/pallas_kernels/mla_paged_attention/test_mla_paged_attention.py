@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.mla_paged_attention.shapes import SHAPES
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, assert_matches_oracle, make_case, run
 from tests.pallas_kernels.oracle import Options
 

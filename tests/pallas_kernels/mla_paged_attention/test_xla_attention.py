@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.mla_paged_attention import mla_paged_attention, xla_attention
 from scripts.kernel_fuzz.attention import static_of
 from tests.pallas_kernels.cases import assert_right, every_level, pairwise
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
 from tests.pallas_kernels.mla_paged_attention.test_mla_paged_attention import FACTORS, MORE_FACTORS
 from tests.pallas_kernels.oracle import Options

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.cases.latents import LatentShape, decoded, laid_out, random_tables
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
+from pallas_kernels.sparse_mla_attention.oracle import attention
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.latent_cases import LatentShape, decoded, laid_out, random_tables
-from tests.pallas_kernels.sparse_oracle import attention
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.latent_entries import LatentFp8, Plain
 from pallas_kernels.sparse_mla_attention import kernel_gpu
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.sparse_mla_attention import test_kernel_gpu
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Shape, make_case
 from tests.pallas_kernels.sweeps import two_steps

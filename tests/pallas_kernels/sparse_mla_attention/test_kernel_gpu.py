@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.interpret.on_gpu import compile_on_gpu, gpu_device
 from pallas_kernels.latent_entries import LatentFp8
@@ -19,7 +20,6 @@ from pallas_kernels.sparse_mla_attention import kernel_gpu, plan, plan_work, spa
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
 from pallas_kernels.sparse_mla_attention.gpu_rows import RowBlocks
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
 
 SPLIT, WHOLE = kernel_gpu.Tuning(num_blocks=12), kernel_gpu.Tuning(num_blocks=1)

@@ -15,8 +15,8 @@ from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
+from pallas_kernels.sparse_mla_attention.oracle import attention, compressed, picked
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.sparse_oracle import attention, compressed, picked
 
 RATIO, WINDOW, TOPK, HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 6, 3, 2, 8, 2, 6
 LENGTH, NUM_TOKENS, NUM_ROWS = 40, 24, 2

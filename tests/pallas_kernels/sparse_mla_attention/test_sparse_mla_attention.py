@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.sparse_mla_attention import plan, sparse_mla_attention
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
 from tests.pallas_kernels.cases import pairwise, random_values
-from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Shape, assert_matches_oracle, make_case, run
 
 FP8 = LatentFp8(rope_dim=8, group=8)

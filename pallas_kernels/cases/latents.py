@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases.numbers import random_values
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8
-from pallas_kernels.layouts import latent_layout
-from tests.pallas_kernels.cases import random_values
+from pallas_kernels.layouts import PageLayout, latent_layout
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,12 @@ class LatentShape:
     page_size: int = 4
     dtype: str = "float32"
     platform: str = "cpu"
+
+    @property
+    def layout(self) -> PageLayout:
+        """Of the pages."""
+        sizes = {"head_dim": self.head_dim, "page_size": self.page_size}
+        return latent_layout(**sizes, dtype=self.dtype, platform=self.platform)
 
 
 def random_tables(
@@ -41,15 +47,21 @@ def random_tables(
     return tables
 
 
+def seen_slots(tables: np.ndarray, named: list[set[int]], num_pages: int, page_size: int) -> np.ndarray:
+    """bool[num_pages, page_size]: slots of the states that rows name."""
+    seen = np.zeros((num_pages, page_size), bool)
+    for table, states in zip(tables, named, strict=True):
+        for state in states:
+            seen[table[state // page_size], state % page_size] = True
+    return seen
+
+
 def laid_out(rows: np.ndarray, shape: LatentShape, seen: np.ndarray) -> np.ndarray:
     """Pages of states [pages, page_size, head_dim] where `seen` (bool[pages, page_size]), NaN (int8: 127) elsewhere.
 
     Padding holds NaN too; page 0 is zero.
     """
-    layout = latent_layout(
-        head_dim=shape.head_dim, page_size=shape.page_size, dtype=shape.dtype, platform=shape.platform
-    )
-    array = layout.arrays[0]
+    array = shape.layout.arrays[0]
     hidden = np.array(127 if array.dtype == "int8" else np.nan).astype(rows.dtype)
     pages = np.full(array.shape(seen.shape[0]), hidden)
     flat = pages.reshape(seen.shape[0], -1, pages.shape[-1])
@@ -73,11 +85,11 @@ def decoded(rows: np.ndarray, entries: EntryFormat, dim: int) -> np.ndarray:
     """float64[..., dim] of states [..., width], read byte by byte."""
     if isinstance(entries, IndexFp8):
         scale = np.ascontiguousarray(rows[..., dim:]).view(np.float32).astype(np.float64)
-        return np.ascontiguousarray(rows[..., :dim]).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        return np.ascontiguousarray(rows[..., :dim]).view(np.dtype(jnp.float8_e4m3fn)).astype(np.float64) * scale
     if isinstance(entries, LatentFp8):
         nope = dim - entries.rope_dim
-        numbers = np.ascontiguousarray(rows[..., :nope]).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        rope = np.ascontiguousarray(rows[..., nope : nope + 2 * entries.rope_dim]).view(ml_dtypes.bfloat16)
+        numbers = np.ascontiguousarray(rows[..., :nope]).view(np.dtype(jnp.float8_e4m3fn)).astype(np.float64)
+        rope = np.ascontiguousarray(rows[..., nope : nope + 2 * entries.rope_dim]).view(np.dtype(jnp.bfloat16))
         scales = rows[..., nope + 2 * entries.rope_dim :].view(np.uint8).astype(np.float64)
         for number in range(nope):
             numbers[..., number] *= 2.0 ** (scales[..., number // entries.group] - 127)

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases import case
 from pallas_kernels.cases.case import itemsize
 from pallas_kernels.cases.numbers import BLOCK_ELEMENTS, repeated
+from pallas_kernels.cases.steps import Rows, Step, rows_of
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.layouts import PageLayout, cdiv, latent_layout
 from pallas_kernels.mask import MaskRule
-from scripts.kernel_bench.case import Sizes
-from scripts.kernel_bench.step import Rows, Step, rows_of
 
 KINDS = ("decode", "decode-32k", "prefill", "mixed")
-_BLOCK_TOKENS = 256  # of a page of entries, as vLLM has them for DeepSeek V4
+BLOCK_TOKENS = 256  # of a page of entries, as vLLM has them for DeepSeek V4
 _SMALL_ROWS: dict[str, Rows] = {
     "decode": ((1, 300), (1, 1), (1, 261)),
     "decode-32k": ((1, 515), (1, 130)),
@@ -33,9 +33,9 @@ _SMALL_ROWS: dict[str, Rows] = {
 }
 
 
-def entry_rows(kind: str, sizes: Sizes) -> Rows:
+def entry_rows(kind: str, step: case.Step) -> Rows:
     """The sequences of a kind of step; small ones have entries of 128 tokens, too."""
-    return _SMALL_ROWS[kind] if sizes.small else rows_of(kind, sizes.batch, sizes.context)
+    return _SMALL_ROWS[kind] if step.small else rows_of(kind, step.batch, step.context)
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class Entries:
 
     rows: Rows
     ratio: int
+    page_size: int = 0  # entries of a page; 0: by the ratio
 
     @property
     def page(self) -> int:
         """Entries of a page."""
-        return _BLOCK_TOKENS // self.ratio
+        return self.page_size or BLOCK_TOKENS // self.ratio
 
     @property
     def num_seen(self) -> int:
@@ -114,15 +115,14 @@ def entry_pages(
     dim: int,
     page: int,
     num_pages: int,
-    sizes: Sizes,
+    dtype: str,
+    platform: str,
     fp8: EntryFormat,
     vectors: Callable[[np.ndarray], np.ndarray] = lambda normal: normal,
 ) -> jax.Array:
     """Pages of random vectors, made by `vectors` of normal numbers, in their format; the null page is zero."""
-    entries, stored = stored_in(sizes.dtype, fp8)
-    layout: PageLayout = latent_layout(
-        head_dim=entries.width(dim), page_size=page, dtype=stored, platform=sizes.platform
-    )
+    entries, stored = stored_in(dtype, fp8)
+    layout: PageLayout = latent_layout(head_dim=entries.width(dim), page_size=page, dtype=stored, platform=platform)
     (array,) = layout.arrays
     shape = array.shape(num_pages)
     room = int(np.prod(shape[1:-1]))
