@@ -3,13 +3,12 @@
 Flow:    limits of a deployment -> [Buckets] -> smallest bucket that a StepPlan fits -> DeviceBatch
 Source:  ARCHITECTURE.md, "Buckets"
 
-A product of three ladders would be hundreds of programs. The list is two short products instead: decode steps (one
-token a request, so T = S, and with drafts also T = S * (1 + drafts)) over S and P, and mixed steps over T and P with S
-as large as it can be.
+A product of three ladders would be hundreds of programs. The list is two short products instead. Decode steps vary S
+and P: a request has one token, so T = S, and with drafts also T = S * (1 + drafts). Mixed steps vary T and P, with S as
+large as it can be.
 
-A bucket that is not mixed has steps in which every request decodes: one token, and with drafts at most as many more.
-Its program knows: kernels that run apart for those that decode and for others compile to the first alone (GPU), and
-such a step takes it before a smaller mixed one.
+A bucket that is not mixed has steps in which every request decodes: one token, and its drafts. On GPUs its program
+contains only the kernels for decoding. A step that fits such a bucket takes it before a smaller mixed one.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ Source:  vLLM v1/core/sched/scheduler.py (running first, preemption by recomputa
 
 A step takes at most `max_num_batched_tokens` tokens. Running requests come first, the most urgent first, a token or a
 chunk of prompt each; then waiting requests are admitted while tokens, rows and blocks last. When blocks run out, the
-least urgent request that has any is preempted, whether it runs or loads: its blocks are freed, it waits before all
-others of its priority, and once it is admitted again it computes what the prefix cache does not hold by then.
+least urgent request that has any is preempted, whether it runs or loads. Its blocks are freed, and it waits before all
+others of its priority. Once it is admitted again it computes what the prefix cache does not hold by then.
 
-Of two requests the one of the lower `priority` is more urgent, and of one priority the one that came first; nobody is
-preempted for a request that waits. Without priorities that is first come, first served.
+A request of lower `priority` is more urgent, and of equal priority the one that came first. Nobody is preempted for a
+request that waits. Without priorities that is first come, first served.
 
 Samples of one prompt wait one behind the other. The first computes the prompt. Once that step is dispatched, as many of
 the others as there are rows for are forked from it. They share its blocks of all prompt tokens but the last; each
@@ -29,8 +29,8 @@ in arrays too (`RunningRows`), so that Python looks at a request only when it st
 
 Invariants (`check_invariants`):
 
-    I1  urgency rises through `running`, and through `waiting`; requests that run or load are more urgent than all of
-        their priority that wait, and than all that were preempted, those excepted whose load failed
+    I1  urgency rises through `running`, and through `waiting`; a request that runs or loads is more urgent than every
+        waiting one of its priority, and than every preempted one whose load did not fail
     I2  a running request owns a row, so does one that loads, a waiting one does not
     I3  a request is in one of the two queues, once
     I4  the arrays by row hold exactly the running requests

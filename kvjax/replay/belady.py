@@ -5,9 +5,9 @@ Source:  Belady: A study of replacement algorithms for a virtual-storage compute
 
 In which sense it is a bound: no choice of which free block to reuse gives more hit tokens in a serial replay on one
 group that caches whole prefixes (full attention, MLA) with the same number of blocks. There each request asks for
-blocks of one size in a known order. What a request needs of a prefix is needed no later than what stands on it, so the
-rule keeps whole prefixes (among equals the deeper block goes first), and every block that it keeps until its next use
-is hit. `tests/replay/test_belady.py` compares it with all possible choices on small traces.
+blocks of one size in a known order. A block is needed no later than the blocks that stand on it. So the rule keeps
+whole prefixes (among equals the deeper block goes first), and every block that it keeps until its next use is hit.
+`tests/replay/test_belady.py` compares it with all possible choices on small traces.
 
 Where hits change what is asked for, it is no bound, though usually a good policy:
 

@@ -2,8 +2,8 @@
 
 Flow:    HostStore -> [LastUsedPolicy] -> BlockPool, its index
 
-Units come to the host when their pools need the blocks, which says little of when they were used: a pool that is ample
-for its kind sends old ones, a pool that is small for its kind sends fresh ones. By last use a request's tokens and the
+Units come to the host when their pools need the blocks, which says little of when they were used. A pool that is ample
+for its kind sends old ones, and a small one sends fresh ones. By last use a request's tokens and the
 checkpoint behind them stand side by side, whichever pools they were in, and go together: each is worth nothing without
 the other.
 """

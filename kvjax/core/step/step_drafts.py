@@ -3,9 +3,9 @@
 Flow:    a drafter's tokens -> [StepDrafts] -> build_step_plan -> token ids, sources and rows of logits of the StepPlan
 Source:  ARCHITECTURE.md, "The step plan"
 
-A request with k drafts computes its newest token and the drafts behind it in one step, and has 1 + k rows of logits:
-row j is that of the token that follows draft j, or the newest token where j is 0. Draft j + 1 is accepted if those
-before it are and it is what row j samples.
+A request with k drafts computes its newest token and the drafts behind it in one step, and has 1 + k rows of logits.
+Row 0 predicts what follows the newest token, row j what follows draft j. Draft j + 1 is accepted if all drafts before
+it are, and if row j samples it.
 """
 
 from __future__ import annotations
