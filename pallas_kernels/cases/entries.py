@@ -40,7 +40,7 @@ def entry_rows(kind: str, step: case.Step) -> Rows:
 
 @dataclass(frozen=True)
 class Entries:
-    """Of sequences whose every `ratio` tokens make one. A query sees those whose tokens all stand at or before it."""
+    """One entry for every `ratio` tokens of a sequence. A query sees those whose tokens all stand at or before it."""
 
     rows: Rows
     ratio: int
@@ -105,7 +105,7 @@ def stored_in(dtype: str, fp8: EntryFormat) -> tuple[EntryFormat, str]:
 
 
 def entry_bytes(dim: int, dtype: str, fp8: EntryFormat) -> int:
-    """Of one entry, padding lanes apart."""
+    """Bytes of one entry, padding lanes apart."""
     entries, stored = stored_in(dtype, fp8)
     return entries.width(dim) * itemsize(stored)
 

@@ -23,7 +23,7 @@ class LatentShape:
 
     @property
     def layout(self) -> PageLayout:
-        """Of the pages."""
+        """The layout of the pages."""
         sizes = {"head_dim": self.head_dim, "page_size": self.page_size}
         return latent_layout(**sizes, dtype=self.dtype, platform=self.platform)
 

@@ -139,7 +139,7 @@ class StateCase(Case, ABC):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of one page."""
+        """The shape of one page."""
         raise NotImplementedError
 
     @property
@@ -216,7 +216,7 @@ class StateCase(Case, ABC):
 
 
 def as_numpy(arguments: Arguments) -> tuple[Arrays, Step]:
-    """Of Arguments((states,), (inputs by name, step))."""
+    """The arrays of Arguments((states,), (inputs by name, step)) in numpy, and the step."""
     inputs, step = arguments.rest
     arrays = {name: None if array is None else np.asarray(array) for name, array in inputs.items()}
     return arrays | {"states": np.asarray(arguments.pages[0])}, Step(*map(np.asarray, step))

@@ -88,7 +88,7 @@ class Step:
 
     @property
     def num_columns(self) -> int:
-        """Of the block table, at least one."""
+        """Columns of the block table, at least one."""
         return max(1, *(cdiv(length, self.page) for _, length in self.rows))
 
     @cached_property
@@ -216,7 +216,7 @@ class StepCase(Case, ABC):
         return of_rows(rows_of(kind, step.batch, step.context, step.small)) | {"pool": int(not step.small)}
 
     def num_pages(self, layout: PageLayout, num_needed: int) -> int:
-        """Of an array of which so many are needed beside the null page."""
+        """Pages of an array of which so many are needed beside the null page."""
         return pool_pages(layout, num_needed) if self.pool else 1 + num_needed
 
     @property

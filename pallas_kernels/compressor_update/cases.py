@@ -67,7 +67,7 @@ class CompressorCase(StepCase):
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> CompressorCase:
-        """Of any ratio and pages."""
+        """A case of any ratio and pages."""
         ratio, overlap = one_of(rng, [(4, 1), (8, 0), (1, 1), (3, 0), (5, 1), (16, 0), (48, 0)])
         return cls(
             platform=random_platform(rng, backend),
@@ -88,14 +88,14 @@ class CompressorCase(StepCase):
 
     @property
     def layout(self) -> PageLayout:
-        """Of the states' pages."""
+        """The layout of the states' pages."""
         return latent_layout(
             head_dim=2 * self.width, page_size=self.page, dtype="float32", platform=self.platform
         )  # fmt: skip
 
     @property
     def step_rows(self) -> Rows:
-        """Of `arguments`."""
+        """The rows of `arguments`."""
         if not self.staggered:
             return super().step_rows
         return tuple((1, max(1, self.context - i)) for i in range(self.seqs))
@@ -140,7 +140,7 @@ class CompressorCase(StepCase):
         return Arguments(pages, (kv, scores, steps.on_device(*ints), step.new_slots(ints[0]), bias))
 
     def hard_arguments(self, rng: np.random.Generator) -> Arguments:
-        """Of `step`, sequences that end beside the ends of pages."""
+        """The arguments of a step whose sequences end beside the ends of pages."""
         return self.step(rng, hard_rows(rng, self.tokens, self.seqs, self.page, self.context, False))
 
     def step(self, rng: np.random.Generator, rows: list[tuple[int, int]]) -> Arguments:

@@ -57,7 +57,7 @@ class DeltaCase(StateCase):
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> DeltaCase:
-        """Of both kinds of decays, any dtypes and options."""
+        """A case of either kind of decays, any dtypes and options."""
         sizes = {
             "tpu": [(1, 2, 128, 128), (2, 2, 128, 128)],
             "gpu": [(1, 2, 16, 64), (2, 2, 16, 32), (1, 3, 32, 32), (1, 2, 256, 64), (1, 1, 48, 96)],
@@ -84,7 +84,7 @@ class DeltaCase(StateCase):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of a page."""
+        """The shape of a page."""
         return self.heads, self.key_dim, self.value_dim
 
     @property
@@ -99,7 +99,7 @@ class DeltaCase(StateCase):
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the inputs, by name."""
+        """The shapes of the inputs, by name."""
         of_key, of_head = (self.tokens, self.key_heads, self.key_dim), (self.tokens, self.heads)
         gates = (*of_head, self.key_dim) if self.per_channel else of_head
         return {"q": of_key, "k": of_key, "v": (*of_head, self.value_dim), "g": gates, "beta": of_head}

@@ -56,7 +56,7 @@ class IndexerCase(StepCase):
 
     @classmethod
     def of_kind(cls, kind: str, step: case.Step) -> Sizes:
-        """Of `entries`."""
+        """The sizes of `entries`."""
         return steps.of_rows(entries.entry_rows(kind, step)) | ({"topk": 16, "pool": 0} if step.small else {})
 
     @classmethod
@@ -67,7 +67,7 @@ class IndexerCase(StepCase):
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> IndexerCase:
-        """Of more entries than a tile and fewer than asked for."""
+        """A case with more entries than a tile and fewer than asked for."""
         return cls(
             platform=random_platform(rng, backend),
             tokens=24,
@@ -84,7 +84,7 @@ class IndexerCase(StepCase):
 
     @property
     def format(self) -> EntryFormat:
-        """Of the keys."""
+        """The format of the keys."""
         return stored_in(self.dtype, IndexFp8())[0]
 
     @property
@@ -94,7 +94,7 @@ class IndexerCase(StepCase):
 
     @property
     def latent(self) -> LatentShape:
-        """Of the pages."""
+        """The shape of the pages."""
         stored = stored_in(self.dtype, IndexFp8())[1]
         return LatentShape(self.format.width(self.dim), self.page, stored, self.platform)
 
@@ -121,7 +121,7 @@ class IndexerCase(StepCase):
         return Arguments((pages,), (q, weights, (tables, *step)))
 
     def hard_arguments(self, rng: np.random.Generator) -> Arguments:
-        """Of `step`, sequences that end beside the ends of pages."""
+        """The arguments of a step whose sequences end beside the ends of pages."""
         return self.step(rng, hard_rows(rng, self.tokens, self.seqs, self.page, self.context, False))
 
     def step(self, rng: np.random.Generator, rows: list[tuple[int, int]]) -> Arguments:

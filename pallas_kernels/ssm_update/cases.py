@@ -49,7 +49,7 @@ class ConvCase(StateCase):
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> ConvCase:
-        """Of any taps and options."""
+        """A case of any taps and options."""
         dtype, tokens = one_of(rng, ["float32", "bfloat16"]), one_of(rng, [1, 5, 24, 70])
         return cls(
             tokens=min(tokens, 24) if backend == "gpu" else tokens,
@@ -155,7 +155,7 @@ class ScanCase(StateCase):
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> ScanCase:
-        """Of both Mambas, any dtypes and limits."""
+        """A case of either Mamba, any dtypes and limits."""
         is_mamba1 = bool(rng.integers(2))
         tokens, kept = one_of(rng, [1, 9, 40, 150]), one_of(rng, [1, 1, 3])
         if backend == "gpu":
@@ -189,12 +189,12 @@ class ScanCase(StateCase):
 
     @property
     def limit(self) -> tuple[float, float]:
-        """Of time steps."""
+        """The limits of time steps."""
         return self.least_dt, self.most_dt
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of a page."""
+        """The shape of a page."""
         return (self.heads, *((self.head_dim,) if self.head_dim else ()), self.state_dim)
 
     @property
@@ -211,7 +211,7 @@ class ScanCase(StateCase):
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the inputs of every token, then of weights, by name."""
+        """The shapes of the inputs of every token, then of weights, by name."""
         of_head, of_group = (self.tokens, self.heads), (self.tokens, self.groups, self.state_dim)
         if not self.head_dim:
             of_group = (self.tokens, self.state_dim)  # type: ignore[assignment]
