@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pallas_kernels.cases.case import Case, parse
-
 
 def parse_case(case_type: type, settings: list[str], **defaults: Any) -> Any:
     """A case with some fields set by name=value; `defaults` are those of a `Case`.
@@ -17,6 +15,8 @@ def parse_case(case_type: type, settings: list[str], **defaults: Any) -> Any:
     Raises:
         ValueError: a name is none of the case's, or a value is not of its type.
     """
+    from pallas_kernels.cases.case import Case, parse  # and jax, which reads the environment
+
     if issubclass(case_type, Case):
         return parse(case_type, settings, **defaults)
     fields = {field.name: field for field in dataclasses.fields(case_type)}
