@@ -80,3 +80,26 @@ class TraceError(KVCacheError, ValueError):
 
 class CallLogError(KVCacheError, ValueError):
     """A file of recorded calls is none, damaged or of another version, or an answer differs from the recorded one."""
+
+
+__all__ = [
+    "BlockStateError",
+    "CallLogError",
+    "CheckpointError",
+    "ConfigError",
+    "DivergenceError",
+    "EngineClosedError",
+    "InvariantError",
+    "KVCacheError",
+    "MemoryBudgetError",
+    "MissingExtraError",
+    "MissingStackError",
+    "NeverHitsWarning",
+    "OutOfBlocksError",
+    "StepFailedError",
+    "TierDataError",
+    "TraceError",
+    "TransferError",
+    "UnknownRequestError",
+    "UnknownStackError",
+]

@@ -14,7 +14,8 @@ from kvjax.cli.main import main
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 VERSIONING = (ROOT / "docs" / "versioning.md").read_text(encoding="utf-8")
-PACKAGES = sorted(f"kvjax.{path.parent.name}" for path in (ROOT / "kvjax").glob("*/__init__.py"))
+FOLDERS = (path.parent.name for path in (ROOT / "kvjax").glob("*/__init__.py"))
+PACKAGES = sorted(f"kvjax.{name}" for name in (*FOLDERS, "errors", "nnx"))
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SHELL = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 PYTHON_BLOCKS = [
