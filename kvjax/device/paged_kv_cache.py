@@ -254,12 +254,12 @@ class PagedKVCache:
         `pallas_kernels.ssm_update`. Each array is updated once a step.
 
         On a placement of several devices `update` runs once per device, on the states of its heads or channels and on
-        its part of each input: `head_dims` gives the dimension of each that is split with them, None where every device
-        gets it whole. An input split in dimension 0 is a weight, all others have the step's tokens there, which data
-        ranks split. The output is split in dimension 1. What needs all channels stands between two calls, one for
-        the convolution and one for the scan, and XLA moves it: the projection of Mamba 1 to dt, b and c, the cut of
-        Mamba 2's channels into x, b and c. States that do not split by their first dimension must be whole on every
-        device (`axis_names={"kv_head": None}`); then all devices do the same.
+        its part of each input. `head_dims` gives the dimension of each input that is split with them, None where every
+        device gets it whole. An input split in dimension 0 is a weight, all others have the step's tokens there, which
+        data ranks split. The output is split in dimension 1. What needs all channels stands between two calls, one for
+        the convolution and one for the scan, and XLA moves it. That is the projection of Mamba 1 to dt, b and c, or the
+        cut of Mamba 2's channels into x, b and c. States that do not split by their first dimension must be whole on
+        every device (`axis_names={"kv_head": None}`); then all devices do the same.
 
         Raises:
             ValueError: the layer or array is unknown or ran before, there is not a head dimension for each input, or

@@ -5,9 +5,9 @@ Source:  the recurrence as `reference` states it; the state stays on chip, only 
 
 Grid: sequences and the padding x value heads x tiles of a head's columns; a thread block is one warpgroup. It reads its
 columns of the state from the sequence's page, walks over the new tokens, and writes them back after each token whose
-state is kept: plain loads and stores of whole sectors, with many blocks to a multiprocessor to hide them. Columns of a
-state never meet, so blocks do not wait for each other. Padding is a sequence of its own, without states, whose outputs
-are 0.
+state is kept. These are plain loads and stores of whole sectors; many blocks to a multiprocessor hide them. Columns of
+a state never meet, so blocks do not wait for each other. Padding is a sequence of its own, without states, whose
+outputs are 0.
 
 Both sums over a state, with k and with q, are taken before the token changes it, so that neither waits for the other:
 

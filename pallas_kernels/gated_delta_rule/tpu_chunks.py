@@ -3,10 +3,10 @@
 Flow:    `prepared` inputs of the step, segments -> [delta_chunks] -> (outputs, states in place)
 Source:  the WY form as `reference` states it
 
-Grid: one step per segment (`tpu.segments`), the part of a sequence in a chunk; the state stays in VMEM from one
-to the next. A step reads the chunk's inputs and writes its outputs, and goes over the heads, four side by side. Sums of
-decays are products with matrices of ones, so that no difference of sums is taken: a decay per head goes into the
-products of keys as a matrix, one per number of the key as factors of both sides, for each border between halves of
+Grid: one step per segment (`tpu.segments`), the part of a sequence in a chunk; the state stays in VMEM from one to the
+next. A step reads the chunk's inputs and writes its outputs, and goes over the heads, four side by side. Sums of decays
+are products with matrices of ones, so that no difference of sums is taken. A decay per head goes into the products of
+keys as a matrix. A decay per number of the key goes in as factors of both sides, for each border between halves of
 blocks. The matrix of deltas is inverted by blocks along its diagonal, each time of twice the size. All products are
 exact to float32.
 

@@ -2,8 +2,8 @@
 
 Flow:    blocks of keys per unit -> [share_out] -> pieces -> attention kernels -> gpu.merge
 
-All blocks of all *units* (a sequence and KV head, or a token and some of its heads) stand in one line, of which each
-thread block has the same number, so that a single long sequence fills the card as well as many short ones:
+All blocks of all *units* (a sequence and KV head, or a token and some of its heads) stand in one line, and each thread
+block gets the same number of them. So a single long sequence fills the card as well as many short ones:
 
     unit              0           1     2                       3
     block             0  1  2  3  0  1  0  1  2  3  4  5  6  7  0  1

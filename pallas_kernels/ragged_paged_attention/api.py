@@ -56,8 +56,8 @@ def plan(
 
     None where the backend has nothing to plan: the TPU kernel and the reference, unless all decode. To be made once a
     step, outside of loops over layers, since XLA hoists nothing out of a scan. A step planned with `is_decode` compiles
-    to no prefill: of as many tokens as sequences, where token i is the query of sequence i, and on GPUs of up to eight
-    tokens a sequence, as steps with drafts have, if those and the heads of a KV head fill no more than 64 rows.
+    to no prefill. It has as many tokens as sequences, and token i is the query of sequence i. On GPUs it may have up to
+    eight tokens a sequence, as steps with drafts do, if these and the heads of a KV head fill at most 64 rows.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, or with `is_decode` there are not as many tokens as sequences

@@ -3,7 +3,7 @@
 Flow:    q of short sequences + TileWalk -> [attend_pages_in_place] -> out, lse
 
 A gathered tile of K and V is read from memory, written and read again. Here one elementwise pass reads K and multiplies
-it with the query, and one reads V and sums the weighted values of a page, whose slots are terms of one expression: XLA
+it with the query. Another reads V and sums the weighted values of a page, whose slots are terms of one expression. XLA
 for CPU compiles both to loops over vectors that load from the pages themselves. Work items are single pages, many at a
 time, so that only pages that are seen cost anything.
 

@@ -92,8 +92,8 @@ def block_slots(
 ) -> int:
     """Slots of a KV block: a power of two, at least a page and 128.
 
-    As many as a tile can see, at most 512; fewer if two blocks exceed `vmem_bytes`; for decoding 1,024 where 512 would
-    be a small block (few KV heads), so that its fixed costs spread over more bytes, and more where a ring of 8 blocks
+    As many as a tile can see, at most 512; fewer if two blocks exceed `vmem_bytes`. Decode takes 1,024 where 512 would
+    be a small block (few KV heads), so that fixed costs spread over more bytes. It takes more where a ring of 8 blocks
     would be less than the 4 MiB that HBM moves before it answers.
     """
     most = 512
@@ -109,9 +109,9 @@ def block_slots(
 def ring_buffers(block_bytes: int, vmem_bytes: int) -> int:
     """Buffers of a ring: a power of two from 2 to 8, as many as VMEM has room for, at most as many as are of use.
 
-    HBM answers after about a microsecond, in which it moves 4 MiB. A block's buffer is taken for as long as HBM takes
-    to answer, to move the block and then to have it attended, which is no longer than the move where HBM binds: so
-    4 MiB beside two blocks keep HBM busy.
+    HBM answers after about a microsecond, in which it moves 4 MiB. A block's buffer is taken while HBM answers, while
+    the block moves, and while it is attended, which takes no longer than the move where HBM binds. So 4 MiB beside two
+    blocks keep HBM busy.
     """
     buffers = 2
     while buffers < 8 and 2 * buffers * block_bytes <= vmem_bytes and (buffers - 2) * block_bytes < 4 << 20:

@@ -6,10 +6,10 @@ Decode: one product covers `heads` KV heads. Their rows stand below each other, 
 the concatenated head dimensions, [tokens, products, rows, heads * lanes]; the rows of head h keep columns h of the
 result.
 
-Tiles of several queries: [tokens, 32-bit words of all heads, packing, 128], which is q itself but for padding (and
-heads of more lanes: the words of their first 128 lanes, then of the next), so that a tile of tokens is one DMA. The
-kernel rearranges it once per item to rows of one KV head, which it reads with strides of whole words:
-row = (word of the group * queries + token) * packing + place in the word.
+Tiles of several queries: [tokens, 32-bit words of all heads, packing, 128]. That is q itself but for padding, so a tile
+of tokens is one DMA. Heads of more lanes have the words of their first 128 lanes, then of the next. The kernel
+rearranges it once per item to rows of one KV head, which it reads with strides of whole words: row = (word of the group
+* queries + token) * packing + place in the word.
 """
 
 from __future__ import annotations

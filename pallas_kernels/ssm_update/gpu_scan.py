@@ -4,8 +4,8 @@ Flow:    api -> [selective_scan] -> one launch for decode and longer sequences -
 Source:  the recurrence of Mamba (arXiv 2312.00752, section 3.3): the state stays on chip, only inputs and outputs move
 
 Grid: sequences x heads x tiles of a head's rows; a thread block is one warpgroup. It reads its tile of the state from
-the sequence's page, walks over the new tokens, and writes the tile back after each token whose state is kept: plain
-loads and stores of whole sectors, with many blocks to a multiprocessor to hide them, so that nothing is waited for by
+the sequence's page, walks over the new tokens, and writes the tile back after each token whose state is kept. These are
+plain loads and stores of whole sectors; many blocks to a multiprocessor hide them, so that nothing is waited for by
 hand. Mamba 1 is one head of H rows, each row and number with its own decay.
 
 Decode reads each state once and writes it once, which is all but a hundredth of its bytes; memory binds. A longer

@@ -1,9 +1,9 @@
 """causal_conv1d and selective_scan in plain jnp: the specification, and the CPU path.
 
 The convolution takes each tap of all tokens at once. The scan goes over the new tokens of all sequences in chunks of a
-few, whatever sequences they belong to: inside a chunk a segmented scan, whose segments begin where sequences do, and
-between chunks the state of the last token. Its cost follows the real tokens; in a chunk of decode tokens, each a
-sequence of its own, there is nothing to scan. What is not finite stays within its sequence.
+few, whatever sequences they belong to. Inside a chunk it is a segmented scan, whose segments begin where sequences do.
+From chunk to chunk it carries the state of the last token. Its cost follows the real tokens; in a chunk of decode
+tokens, each a sequence of its own, there is nothing to scan. What is not finite stays within its sequence.
 """
 
 from __future__ import annotations

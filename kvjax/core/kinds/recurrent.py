@@ -14,10 +14,10 @@ blocks move on with it and one new block follows them; columns passed over stay 
 tokens of a later column are settled. If every step enters a new column, that is two steps after it was written.
 
 A step that leaves a column it began inside has to end where the column ends (`state_steps`); else the column would hold
-the state of fewer tokens than it is registered under. A step of at most 1 + s tokens may go on: the device leaves a
-state after each of them, that at the end of a column in the column's own block, those of others in speculative blocks,
-the state before j tokens in the j-th. When drafts are rejected (`take_back`), the block that has the accepted state
-changes places with the one in the column of its tokens, which holds nothing of use then.
+the state of fewer tokens than it is registered under. A step of at most 1 + s tokens may go on, since the device leaves
+a state after each of them. The state at the end of a column goes to the column's own block, the state before the last j
+tokens to speculative block j. When drafts are rejected (`take_back`), the block that has the accepted state changes
+places with the one in the column of its tokens, which holds nothing of use then.
 
 Mode `none` keeps 1 + s blocks for life in one column of all tokens, and never hits.
 """

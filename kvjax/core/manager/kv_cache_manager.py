@@ -331,9 +331,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         """Takes the last computed tokens of rows back: drafts that the step which computed them rejected.
 
         Call it for all rows of a step that had drafts, rejected or not, once the step is read and the requests have
-        their new tokens: the blocks that accepted drafts filled become prefix hits (what is appended later is
-        registered by the next plan, if no window has released it by then). Do so before the rows are planned, forked
-        or freed; a row planned earlier needs `num_in_flight_tokens`, so that windows keep what may be read again.
+        their new tokens. The blocks that accepted drafts filled then become prefix hits; what is appended later is
+        registered by the next plan, if no window has released it. Call it before the rows are planned, forked or freed;
+        a row planned earlier needs `num_in_flight_tokens`, so that windows keep what may be read again.
 
         `num_computed_tokens` falls, blocks stay with their rows. In a row of a recurrent group the block that has the
         state after the last accepted token takes the place of its column, so that the next step reads it: nothing is
