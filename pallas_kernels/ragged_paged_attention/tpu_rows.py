@@ -8,8 +8,8 @@ result.
 
 Tiles of several queries: [tokens, 32-bit words of all heads, packing, 128]. That is q itself but for padding, so a tile
 of tokens is one DMA. Heads of more lanes have the words of their first 128 lanes, then of the next. The kernel
-rearranges it once per item to rows of one KV head, which it reads with strides of whole words: row = (word of the group
-* queries + token) * packing + place in the word.
+rearranges the tile once per item to rows of one KV head, which it reads with strides of whole words:
+row = (word of the group * queries + token) * packing + place in the word.
 """
 
 from __future__ import annotations
