@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _key(libtpu: Release, chip: str, case: ShapeCase) -> tuple[str, ...]:
-    """Of a result."""
+    """The key of a result."""
     return (libtpu.version, chip, case.op, *case.settings)
 
 

@@ -95,7 +95,7 @@ class Race:
 
 
 def interpreter(jax: str) -> Path:
-    """Of a virtual environment with this jax, made where there is none.
+    """The interpreter of a virtual environment with this jax, made where there is none.
 
     Raises:
         LibtpuError: pip failed.

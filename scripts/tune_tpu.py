@@ -50,7 +50,7 @@ def candidates_of(case: Case) -> Iterator[Sizes]:
 
 
 def settings_of(case: Case, sizes: Sizes) -> list[str]:
-    """Of scripts/tpu_aot's attention case."""
+    """The settings of scripts/tpu_aot's attention case."""
     shape, model = case.shape, case.model
     given: dict[str, Any] = {
         "heads": shape.num_q_heads,

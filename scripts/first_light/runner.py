@@ -87,7 +87,7 @@ def run(
 
 
 def _order(rows: Sequence[Row], journal: Journal, retry: bool) -> Iterator[Row]:
-    """Those to run: rows that an earlier run lost come last."""
+    """The rows to run: rows that an earlier run lost come last."""
     lost = journal.lost
     ended = {name for name, record in journal.records.items() if record.state == DONE or not retry}
     wanted = [row for row in rows if row.name not in ended]

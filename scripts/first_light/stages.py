@@ -31,7 +31,7 @@ _ON_CPU = {"JAX_PLATFORMS": "cpu"}
 
 
 def stages(out: Path, card: str | None) -> list[Stage]:
-    """Of a machine with this card ("h100"); of a dry run with None."""
+    """The stages of a machine with this card ("h100"); None: of a dry run."""
     return [
         Stage("facts", 6, tuple(facts(card))),
         Stage("tests", 9, tuple(tests(card))),

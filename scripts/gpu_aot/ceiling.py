@@ -152,7 +152,7 @@ class Ceiling:
 
     @classmethod
     def of(cls, kernel: str, sass: str, card: Card, page_bytes: int) -> Ceiling | None:
-        """Of the shortest loops with all products, where no mask is applied; None for a kernel without one.
+        """The ceiling of the shortest loops with all products, where no mask is applied; None for a kernel without one.
 
         `page_bytes` is the size of a number in pages.
         """

@@ -52,7 +52,7 @@ def _last_scopes(module: str) -> dict[str, str]:
 
 
 def _opcode(line: str) -> str:
-    """Of an instruction; of other lines one that is free."""
+    """The opcode of an instruction; a free one for other lines."""
     match = re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
     return match[1] if match else "constant"
 

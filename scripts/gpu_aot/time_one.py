@@ -27,7 +27,7 @@ _REPEATS = 10
 
 
 def part_sizes(part: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Those of `sizes` that have an influence on the part."""
+    """The entries of `sizes` that have an influence on the part."""
     return {name: n for name, n in sizes.items() if name.startswith(part) or (part, name) == ("decode", "num_blocks")}
 
 

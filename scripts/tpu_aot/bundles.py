@@ -57,7 +57,7 @@ class Region:
 
     @property
     def num_bundles(self) -> int:
-        """Of one pass."""
+        """Bundles of one pass."""
         return self.end - self.first
 
     def holds(self, other: Region) -> bool:

@@ -43,7 +43,7 @@ def last_lines(said: str) -> str:
 
 
 def environment(libtpu: Release | None) -> dict[str, str]:
-    """Of a process that compiles with `libtpu`; None: the one beside jax."""
+    """The environment of a process that compiles with `libtpu`; None: the one beside jax."""
     return {**os.environ, **ENVIRONMENT, **(libtpu.environment if libtpu else {}), "PYTHONPATH": str(ROOT)}
 
 

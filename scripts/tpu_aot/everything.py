@@ -180,7 +180,7 @@ def _lines(chip: str, memory: dict[str, Any], kernels: list[Kernel]) -> Iterable
 
 
 def _scores(chip: str, kernel: Kernel, token_bytes: int | None) -> list[BlockScore]:
-    """Of the blocks of an attention kernel; none of others."""
+    """The scores of an attention kernel's blocks; none of other kernels."""
     try:
         return [] if token_bytes is None else block_scores(kernel, CHIPS[chip], token_bytes)
     except ValueError:

@@ -55,7 +55,7 @@ def release(word: str) -> Release:
 
 
 def installed_version() -> str | None:
-    """Of the libtpu beside jax; None: there is none."""
+    """The version of the libtpu beside jax; None: there is none."""
     try:
         return metadata.version("libtpu")
     except metadata.PackageNotFoundError:

@@ -66,7 +66,7 @@ class Sizes:
 
 
 def sizes_of(name: str) -> Sizes:
-    """Of a kernel.
+    """The sizes that a kernel's name says.
 
     Raises:
         ValueError: the name is not that of a rival.
@@ -82,7 +82,7 @@ def sizes_of(name: str) -> Sizes:
 
 
 def decode_work(rival: str, kernel: Kernel, token_bytes: int, tokens: int) -> Work:
-    """Of a sequence of `tokens` tokens among many equal ones."""
+    """The work of a sequence of `tokens` tokens among many equal ones."""
     schedule, sizes = Schedule(kernel), sizes_of(kernel.name)
     blocks = -(-tokens // sizes.block)
     bundles = _DECODE[rival](schedule, sizes, tokens)
@@ -90,7 +90,7 @@ def decode_work(rival: str, kernel: Kernel, token_bytes: int, tokens: int) -> Wo
 
 
 def prefill_bundles(rival: str, kernel: Kernel, tokens: int) -> float:
-    """Of a fresh prompt of `tokens` tokens: the blocks that tiles of its queries see, and what a tile costs beside."""
+    """Bundles of a fresh prompt of `tokens` tokens: the blocks that tiles of its queries see, and each tile's own."""
     schedule, sizes = Schedule(kernel), sizes_of(kernel.name)
     loops = schedule.loops()
     if rival == "rpa_v3":
@@ -107,7 +107,7 @@ def prefill_bundles(rival: str, kernel: Kernel, tokens: int) -> float:
 
 
 def blocking_spills(kernel: Kernel) -> int:
-    """Of a step."""
+    """The spills of a step that it waits for."""
     schedule = Schedule(kernel)
     return schedule.blocking_spills(schedule.loops()[0])
 
@@ -167,7 +167,7 @@ _DECODE: dict[str, Callable[[Schedule, Sizes, int], float]] = {
 
 
 def _outermost(found: Iterable[Region]) -> list[Region]:
-    """Those that do not begin in one before."""
+    """The regions that do not begin in an earlier one."""
     kept: list[Region] = []
     for region in found:
         if not kept or region.first >= kept[-1].end:

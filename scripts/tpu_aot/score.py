@@ -195,7 +195,11 @@ def _executed_choice(loop: Loop, choice: Skip, head_trips: int) -> int:
 
 
 def _choices_left_out(loop: Loop, seen: float) -> list[Skip]:
-    """Those of equal products attend equal parts of a block in turn; of others one runs, each for twice the slots."""
+    """The choices that do not run.
+
+    Choices with equal products attend equal parts of a block in turn. Of unequal ones a single one runs; each attends
+    twice the slots of the one before.
+    """
     choices = list(loop.choices)
     if len(choices) < 2:
         return []

@@ -58,7 +58,7 @@ def workloads(kernel: Kernel) -> tuple[Sequences, ...]:
 
 
 def launch_work(kernel: Kernel, mask: MaskRule, token_bytes: int, sequences: Sequences) -> Work:
-    """Of a launch; `token_bytes`: K and V of a token in HBM.
+    """The work of a launch; `token_bytes`: K and V of a token in HBM.
 
     Raises:
         ValueError: the kernel's name or loops are not those of ragged_paged_attention.
@@ -87,7 +87,7 @@ def launch_work(kernel: Kernel, mask: MaskRule, token_bytes: int, sequences: Seq
 
 
 def item_bundles(loops: BlockLoops) -> float:
-    """Of an item beside its blocks: what only the first item runs, which starts its DMAs, is left out."""
+    """Bundles of an item beside its blocks, without what only the first item runs to start its DMAs."""
     *grid, items = loops.outer
     own = items.num_bundles - sum(loop.num_bundles for loop in (loops.full, loops.other_full, loops.masked) if loop)
     own -= max(
@@ -108,7 +108,7 @@ class Item:
     num_pages: int
 
     def pages(self, block_pages: int) -> list[int]:
-        """Of its blocks in the order they run; the last has what is left."""
+        """Pages of its blocks in the order they run; the last block has what is left."""
         left = self.num_pages - (self.num_blocks - 1) * block_pages
         return [block_pages] * (self.num_blocks - 1) + [left] * (self.num_blocks > 0)
 

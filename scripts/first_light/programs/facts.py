@@ -40,7 +40,7 @@ def nvidia_smi() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of the packages that are installed."""
+    """Versions of Python, and of the packages that are installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
