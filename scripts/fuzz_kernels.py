@@ -42,7 +42,6 @@ _MOST = ("reference", "xla", "tpu", "gpu")
 _ALL = (*_MOST, "triton")
 OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that have a kernel of it
     "ragged_paged_attention": (attention.ragged, _ALL),
-    "mla_paged_attention": (attention.mla, _ALL),
     "sparse_mla_attention": (sparse.sparse, _MOST),
     **{op: (partial(of_case_type, case_type), case_type.backends) for op, case_type in case_types().items()},
 }

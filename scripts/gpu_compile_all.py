@@ -25,7 +25,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pallas_kernels.cases.case import Case
-from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from scripts.aot.rooms import compiled_types, shape_settings
@@ -44,7 +43,6 @@ FEATURES = (
     "head_dim=256 dtype=float8_e4m3fn",
     *(f"tokens=256 {sizes}" for sizes in ("", "head_dim=64", "head_dim=256", "dtype=float8_e4m3fn", "window=128")),
 )
-LATENT_FEATURES = ("page=16 window=1024 soft_cap=30", "dtype=float8_e4m3fn", "dtype=int8 tp=8", "q_dtype=float16 tp=8")
 SPARSE_FEATURES = ("fp8=0", "fp8=0 ratio=0", "ratio=128", "tokens=64", "tokens=8192")
 LAYERS = (
     "",
@@ -78,10 +76,6 @@ ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
     ("attention", "dtype=int8 soft_cap", "rpa_prefill_"): 8,
     ("attention", "head_dim=256 dtype=float8", "rpa_decode_"): 216,
     ("attention", "head_dim=256 dtype=float8", "rpa_prefill_"): 76,
-    ("mla", "", "mla_"): 120,
-    ("mla", "window=", "mla_"): 160,
-    ("mla", "dtype=float8", "mla_"): 1284,
-    ("mla", "dtype=int8", "mla_"): 1272,
     ("sparse", "", "sparse_mla_"): 380,
     ("layers", "op=mla", "mla_"): 120,
     ("layers", "op=sparse", "sparse_mla_"): 380,
@@ -98,18 +92,6 @@ def attention_cases() -> list[str]:
                 seen.add(key)
                 cases.append(f"shape={shape.name} tp={shards}")
     return [*cases, *(f"page={page}" for page in PAGE_SIZES), *FEATURES]
-
-
-def latent_cases() -> list[str]:
-    """Settings of the latent attention op: shapes by shards, features."""
-    cases, seen = [], set()
-    for shape in LATENT_SHAPES:
-        for shards in SHARDS:
-            key = (shape.per_shard(shards), shape.latent_dim, shape.rope_dim)
-            if key not in seen:
-                seen.add(key)
-                cases.append(f"shape={shape.name} tp={shards}")
-    return [*cases, *LATENT_FEATURES]
 
 
 def sparse_cases() -> list[str]:
@@ -129,9 +111,9 @@ def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
 
 def cases(subset: bool) -> list[tuple[str, str]]:
     """(op, settings) of every compilation."""
-    attention, latent = (SUBSET, ("",)) if subset else (attention_cases(), latent_cases())
+    attention = SUBSET if subset else attention_cases()
     rooms = compiled_types("gpu")
-    kernels = [*(("attention", settings) for settings in attention), *(("mla", settings) for settings in latent)]
+    kernels = [("attention", settings) for settings in attention]
     kernels += [("layers", settings) for settings in (("sinks=1 scales=1",) if subset else LAYERS)]
     kernels += [("sparse", settings) for settings in (("",) if subset else sparse_cases())]
     others = [(op, settings) for op in rooms for settings in (("",) if subset else _of_room(rooms[op]))]
@@ -151,6 +133,9 @@ def allowed_spill_bytes(op: str, settings: str, record: dict[str, Any]) -> int:
         for (name, setting, kernel), spilled in ALLOWED_SPILL_BYTES.items()
         if name == op and setting in settings and record.get("kernel", "").startswith(kernel)
     ]
+    of_room = compiled_types("gpu").get(op)
+    if of_room is not None:
+        found += [spilled for setting, spilled in of_room.allowed_spills.items() if setting in settings]
     return max(found, default=0)
 
 

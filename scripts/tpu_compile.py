@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pallas_kernels.cases.find import case_types
 from pallas_kernels.mask import MaskRule
 from scripts.aot.cases import parse_case
 from scripts.tpu_aot.bundles import Loop
@@ -30,7 +31,8 @@ from scripts.tpu_aot.operations import OPERATIONS, AttentionCase
 from scripts.tpu_aot.score import BlockScore, block_scores
 from scripts.tpu_aot.step_cost import launch_work
 
-KERNELS = {"attention": "rpa_.*", "mla_attention": "mla_.*"}  # names of those that have a score
+KERNELS = {"attention": "rpa_.*"}  # names of those that have a score
+KERNELS |= {op: case_type.scored for op, case_type in case_types().items() if case_type.scored}
 # One feature at a time, then all together.
 FEATURES: dict[str, list[str]] = {
     "base": [],

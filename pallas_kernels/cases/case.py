@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -65,6 +65,9 @@ class Case(abc.ABC):
     kinds: ClassVar[tuple[str, ...]]  # of steps that are timed
     backends: ClassVar[tuple[str, ...]] = ("reference",)  # each with code of its own
     compiled: ClassVar[tuple[str, ...]] = ("tpu", "gpu")  # platforms that the op is compiled for ahead of time
+    defaults: ClassVar[Mapping[str, Sizes]] = {}  # fields of what is compiled, by platform
+    allowed_spills: ClassVar[Mapping[str, int]] = {}  # bytes of a kernel for GPU, by a part of the settings
+    scored: ClassVar[str] = ""  # names of kernels whose loops over blocks have a score
     features: ClassVar[tuple[str, ...]] = ()  # settings that are compiled beside the models' shapes
 
     @classmethod
@@ -153,6 +156,7 @@ def parse(case_type: type[Case], settings: list[str], **defaults: Any) -> Case:
     fields: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(case_type)}
     given = dict(setting.partition("=")[::2] for setting in settings)
     values = {name: value for name, value in defaults.items() if name in fields}
+    values |= case_type.defaults.get(values.get("platform", ""), {})
     if "model" in given:
         model, num_shards = given.pop("model"), int(given.pop("shards", "1"))
         shapes = {shape.name: shape for shape in case_type.shapes}

@@ -94,7 +94,8 @@ class Step:
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
         """[first, end) of the tokens that any query of a sequence sees."""
-        return tuple((int(lower[0]), length) for (lower, _), (_, length) in zip(self._bounds(), self.rows, strict=True))
+        bounds = zip(self._bounds(), self.rows, strict=True)
+        return tuple((int(lower[0]), length) if q_len else (0, 0) for (lower, _), (q_len, length) in bounds)
 
     @property
     def tokens_seen(self) -> int:
@@ -174,6 +175,19 @@ def hard_rows(
         q_len = min(q_len, longest)
         rows.append((q_len, min(seq_len, longest)))
         left -= q_len
+    return sorted(rows, key=lambda row: row[0] > 1)
+
+
+def random_rows(rng: np.random.Generator, num_tokens: int, num_rows: int, longest: int) -> list[tuple[int, int]]:
+    """(query length, sequence length) of up to `num_rows` sequences, one-token ones first, that fit."""
+    rows: list[tuple[int, int]] = []
+    budget = num_tokens
+    for _ in range(int(rng.integers(0, num_rows + 1))):
+        most = min(budget, longest)
+        q_len = int(rng.choice([0, 1, 1, 2, int(rng.integers(0, most + 1))])) if most > 1 else most
+        seq_len = int(rng.choice([q_len, longest, int(rng.integers(q_len, longest + 1))]))
+        rows.append((q_len, seq_len))
+        budget -= q_len
     return sorted(rows, key=lambda row: row[0] > 1)
 
 

@@ -13,8 +13,6 @@ from pallas_kernels.cases.case import Case
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import attention_layout
 from pallas_kernels.mask import MaskRule
-from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
-from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts.aot import sparse_attention_case
@@ -121,54 +119,6 @@ def of_room(case: Case) -> Operation:
     return Operation(*traced(case, "gpu"), donated=(0,) if case.writes else ())
 
 
-@dataclass(frozen=True)
-class LatentCase:
-    """Sizes and features of one compilation of mla_paged_attention."""
-
-    shape: str = "deepseek-v3"  # of mla_paged_attention's shapes.py
-    tp: int = 1
-    page: int = 64
-    dtype: str = ""  # of the pages; "": q_dtype
-    q_dtype: str = "bfloat16"
-    seqs: int = 64
-    tokens: int = 256
-    context: int = 4096
-    num_pages: int = 4099
-    window: int = 0
-    soft_cap: float = 0.0
-    stages: int = 0
-
-
-def latent(case: LatentCase) -> Operation:
-    """A layer's step of latent attention without the write of new latents."""
-    known = {shape.name: shape for shape in LATENT_SHAPES}
-    if case.shape not in known:
-        raise ValueError(f"expected a shape out of {sorted(known)}, got {case.shape!r}")
-    shape = known[case.shape]
-    heads = shape.per_shard(case.tp)
-    queries = [argument((case.tokens, heads, dim), case.q_dtype) for dim in (shape.latent_dim, shape.rope_dim)]
-    pages = argument((case.num_pages, case.page, shape.latent_dim + shape.rope_dim), case.dtype or case.q_dtype)
-    columns = -(-case.context // case.page)
-    ints = [argument(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
-
-    def call(q_nope: Any, q_pe: Any, pages: Any, *rest: Any) -> Any:
-        return mla_gpu.mla_paged_attention(
-            q_nope,
-            q_pe,
-            (pages,),
-            *rest[:4],
-            mask=MaskRule(sliding_window=case.window or None),
-            sm_scale=shape.sm_scale,
-            soft_cap=case.soft_cap or None,
-            sinks=rest[4],
-            k_scale=rest[5],
-            page_size=case.page,
-            tuning=mla_gpu.Tuning(stages=case.stages or None),
-        )
-
-    return Operation(call, (*queries, pages, *ints, argument((heads,), "float32"), argument((), "float32")))
-
-
 def sparse(case: sparse_attention_case.SparseCase) -> Operation:
     """A layer's step of sparse attention."""
     return Operation(*sparse_attention_case.attention(case, backend="gpu"))
@@ -197,7 +147,6 @@ def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
 OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "attention": (AttentionCase, attention),
     "layers": (layer_case.LayersCase, planned_layers),
-    "mla": (LatentCase, latent),
     "sparse": (sparse_attention_case.SparseCase, sparse),
     **{op: (case_type, of_room) for op, case_type in compiled_types("gpu").items()},
 }

@@ -1,6 +1,6 @@
-"""Trials of ragged_paged_attention and mla_paged_attention.
+"""Trials of ragged_paged_attention.
 
-Oracle: tests/pallas_kernels/oracle.py, key by key in float64. Slots that nobody sees hold NaN, whole pages too.
+Oracle: that of the op, key by key in float64. Slots that nobody sees hold NaN, whole pages too.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.cases.numbers import one_of
+from pallas_kernels.cases.pages import whole_rows
 from pallas_kernels.cases.steps import hard_rows
 from pallas_kernels.key_share import KeyShare
-from pallas_kernels.mask import MaskRule
-from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
-from pallas_kernels.mla_paged_attention import kernel_tpu as mla_tpu
-from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import assert_right
-from tests.pallas_kernels.mla_paged_attention import mla_cases
-from tests.pallas_kernels.oracle import Options
+from tests.pallas_kernels.cases import assert_right, static_of
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_gpu import SMALL
 
 _STEPS = 5  # of a compiled shape
@@ -78,17 +73,6 @@ def random_share(rng: np.random.Generator, platform: str) -> tuple[int, int] | N
     return int(rng.integers(size)), size
 
 
-def static_of(options: Options) -> dict[str, Any]:
-    """Keyword arguments of a kernel, but for its own."""
-    given = {name: getattr(options, name) for name in ("sinks", "k_scale")}
-    return {
-        "mask": MaskRule(options.causal, options.sliding_window, options.attention_chunk_size, options.num_sink_tokens),
-        "sm_scale": options.sm_scale,
-        "soft_cap": options.soft_cap,
-        **{name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()},
-    }
-
-
 def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
     """Steps of one shape of ragged_paged_attention."""
     is_plain = platform in PLAIN
@@ -106,7 +90,7 @@ def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
         q_dtype = "float16" if kv_dtype == "float16" else "bfloat16"
     is_packed = platform == "tpu" or (platform in ("reference", "xla") and rng.random() < 0.5)
     layout = "tpu" if is_packed else "cpu"
-    page_size = cases.whole_rows(page_size, kv_heads, kv_dtype, layout)
+    page_size = whole_rows(page_size, kv_heads, kv_dtype, layout)
     held_by = random_share(rng, platform)
     column = page_size * (held_by[1] if held_by else 1)  # tokens of all ranks
     shape = cases.Shape(
@@ -153,7 +137,7 @@ def _compiled(
     rng: np.random.Generator,
     platform: str,
     call: Callable[..., Any],
-    example: cases.Case | mla_cases.Case,
+    example: cases.Case,
     options: Options,
 ) -> Callable[..., Any]:
     """`call` of a rank's arrays."""
@@ -185,63 +169,3 @@ def _compiled_ragged(
         op = partial(ragged_paged_attention, **static, return_lse=True, backend=platform)
         call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
     return _compiled(rng, platform, call, cases.make_case(0, shape, []), options)
-
-
-def mla(rng: np.random.Generator, platform: str) -> Iterator[str]:
-    """Steps of one shape of mla_paged_attention."""
-    page_size = one_of(rng, [3, 4, 16, 64] if platform in PLAIN else [8, 16, 64, 128])
-    dtypes = ["bfloat16", "float8_e4m3fn", "int8"] + (["float32"] if platform != "gpu" else ["float8_e5m2"])
-    dtype, longest = one_of(rng, dtypes), one_of(rng, [130, 300])
-    dims = one_of(rng, [(128, 64), (256, 64)] if platform == "gpu" else [(24, 8), (192, 64), (256, 64)])
-    layout = "cpu" if platform == "gpu" or (platform in PLAIN and rng.random() < 0.5) else "tpu"
-    held_by = random_share(rng, platform) if page_size % 4 == 0 else None
-    column = page_size * (held_by[1] if held_by else 1)  # tokens of all ranks
-    shape = mla_cases.Shape(
-        num_tokens=one_of(rng, [1, 2, 7, 9, 24, 33]),
-        num_rows=int(rng.integers(1, 6)),
-        num_columns=-(-longest // column),
-        num_q_heads=one_of(rng, [1, 3, 5, 16, 24]),
-        rope_dim=dims[1],
-        q_dtype="bfloat16" if platform == "gpu" else one_of(rng, ["bfloat16", "float32"]),
-        latent=LatentShape(sum(dims), column, dtype, layout),
-    )
-    scaled = one_of(rng, [None, ()])
-    options = random_options(rng, page_size, shape.num_q_heads, dtype, scaled)
-    if dtype == "int8":
-        options = Options(**{**vars(options), "sm_scale": 0.002})
-    options = Options(**{**vars(options), "v_scale": options.k_scale})  # a latent is key and value
-    options = _of_rank(options, held_by)
-    run = _compiled_mla(rng, platform, shape, options)
-    for _ in range(_STEPS):
-        rows = hard_rows(rng, shape.num_tokens, shape.num_rows, page_size, shape.num_columns * column, True)
-        seed, shared = int(rng.integers(1 << 30)), int(rng.integers(0, 3))
-
-        def check(rows: Any = rows, seed: int = seed, shared: int = shared) -> None:
-            case = mla_cases.make_case(seed, shape, rows, options, shared_columns=shared)
-            result = run(*(case.of_rank(*held_by) if held_by else case).arrays)
-            assert_right(result, case.expected(options), shape.q_dtype, "float32")
-
-        yield checked((shape, options, rows, shared), check)
-
-
-def _compiled_mla(
-    rng: np.random.Generator, platform: str, shape: mla_cases.Shape, options: Options
-) -> Callable[..., Any]:
-    ranks = options.held_by[1] if options.held_by else 1
-    static = static_of(options) | {"page_size": shape.latent.page_size // ranks}
-    call: Callable[..., Any]
-    if platform == "tpu":
-        small = mla_tpu.Tuning(queries=8, units=2, decode_block=128, tile_block=128, decode_part=128, tile_part=128)
-        sizes = [small, small._replace(units=1, chunk_rows=16), small._replace(units=4, decode_block=256)]
-        tables = bool(rng.random() < 0.3)
-        tuning = one_of(rng, sizes)
-        static["share"] = KeyShare(*options.held_by) if options.held_by else None
-        call = partial(mla_tpu.mla_paged_attention, **static, return_lse=True, tuning=tuning, tables_in_hbm=tables)
-    elif platform == "gpu":
-        call = partial(mla_gpu.mla_paged_attention, **static, tuning=mla_gpu.Tuning(stages=2, num_blocks=3))
-    else:
-        options_of_mask = asdict(static.pop("mask"))
-        static |= options_of_mask | _rank_options(options.held_by)
-        op = partial(mla_paged_attention, **static, return_lse=True, backend=platform)
-        call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
-    return _compiled(rng, platform, call, mla_cases.make_case(0, shape, [], options), options)

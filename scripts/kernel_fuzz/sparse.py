@@ -14,10 +14,10 @@ from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.cases.numbers import one_of
 from pallas_kernels.cases.steps import hard_rows
 from pallas_kernels.latent_entries import LatentFp8, Plain
+from pallas_kernels.ragged_paged_attention.oracle import LARGEST_SINK
 from pallas_kernels.sparse_mla_attention import kernel_gpu
 from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on
 from tests.pallas_kernels.cases import assert_right
-from tests.pallas_kernels.oracle import LARGEST_SINK
 from tests.pallas_kernels.sparse_mla_attention import test_kernel_gpu
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
 from tests.pallas_kernels.sparse_mla_attention.test_kernel_tpu import arguments, op_of

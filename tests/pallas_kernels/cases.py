@@ -12,26 +12,17 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.cases import steps
+from pallas_kernels.cases.compare import TOLERANCE
+from pallas_kernels.cases.numbers import random_values
+from pallas_kernels.cases.pages import by_token
 from pallas_kernels.layouts import attention_layout
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
-from tests.pallas_kernels.oracle import Options, attention, by_token, unpacked, visible_keys
-
-# Largest difference from the float64 oracle, relative to the largest value of the result, by dtype of q.
-# The last: of an LSE whose weights were rounded before they were summed.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3, "bfloat16 weights": 2e-3}
-
-_NUMPY_DTYPES = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "int8": np.int8,
-}
+from pallas_kernels.ragged_paged_attention.oracle import Options, attention, unpacked, visible_keys
 
 
 @dataclass(frozen=True)
@@ -49,12 +40,6 @@ class Shape:
     q_dtype: str = "float32"
     kv_dtype: str = "float32"
     platform: str = "cpu"  # "tpu": packed pages
-
-
-def whole_rows(page_size: int, num_kv_heads: int, dtype: str, platform: str) -> int:
-    """`page_size`, or the next one where two tokens of a page share words."""
-    is_shared = platform == "tpu" and num_kv_heads == 1 and np.dtype(_NUMPY_DTYPES[dtype]).itemsize == 1
-    return page_size + page_size % 2 if is_shared else page_size
 
 
 @dataclass(frozen=True)
@@ -93,25 +78,9 @@ class Case:
         return attention(self.q, k, v, *meta, options)
 
 
-def random_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Normal values in `dtype`; int8 in [-127, 127]."""
-    if dtype == "int8":
-        return rng.integers(-127, 128, shape).astype(np.int8)
-    return rng.standard_normal(shape).astype(_NUMPY_DTYPES[dtype])
-
-
 def random_rows(rng: np.random.Generator, shape: Shape) -> list[tuple[int, int]]:
-    """(query length, sequence length) of up to `num_rows` sequences, one-token ones first, that fit the shape."""
-    longest = shape.num_columns * shape.page_size
-    rows: list[tuple[int, int]] = []
-    budget = shape.num_tokens
-    for _ in range(int(rng.integers(0, shape.num_rows + 1))):
-        most = min(budget, longest)
-        q_len = int(rng.choice([0, 1, 1, 2, int(rng.integers(0, most + 1))])) if most > 1 else most
-        seq_len = int(rng.choice([q_len, longest, int(rng.integers(q_len, longest + 1))]))
-        rows.append((q_len, seq_len))
-        budget -= q_len
-    return sorted(rows, key=lambda row: row[0] > 1)
+    """Rows that fit the shape."""
+    return steps.random_rows(rng, shape.num_tokens, shape.num_rows, shape.num_columns * shape.page_size)
 
 
 def make_case(
@@ -203,6 +172,17 @@ def assert_matches_oracle(case: Case, options: Options) -> AttentionOutput:
     assert_close(result.lse, lse, "float32", "lse")
     assert result.out.dtype == jnp.dtype(case.shape.q_dtype)
     return result
+
+
+def static_of(options: Options) -> dict[str, Any]:
+    """Keyword arguments of a kernel, but for its own."""
+    given = {name: getattr(options, name) for name in ("sinks", "k_scale")}
+    return {
+        "mask": MaskRule(options.causal, options.sliding_window, options.attention_chunk_size, options.num_sink_tokens),
+        "sm_scale": options.sm_scale,
+        "soft_cap": options.soft_cap,
+        **{name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()},
+    }
 
 
 def nan_behind(case: Any) -> Any:

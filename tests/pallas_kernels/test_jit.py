@@ -7,13 +7,11 @@ import functools
 import chex
 import jax.numpy as jnp
 
-from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.mla_paged_attention import mla_cases
-from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.sparse_mla_attention import sparse_cases
 
 ROWS = [(1, 30), (1, 1), (11, 40), (6, 6)]
@@ -36,18 +34,6 @@ class TestWithAndWithoutJit(chex.TestCase):
         out, lse = case.expected(WINDOW)
         assert_close(result.out, out, "float32", "out")
         assert_close(result.lse, lse, "float32", "lse")
-
-    @both_ways
-    def test_mla_paged_attention(self) -> None:
-        case = mla_cases.make_case(0, mla_cases.Shape(), ROWS, WINDOW)
-        attend = functools.partial(
-            mla_paged_attention,
-            sm_scale=WINDOW.sm_scale,
-            sliding_window=WINDOW.sliding_window,
-            page_size=case.shape.latent.page_size,
-        )
-        result = self.variant(attend)(*case.arrays)
-        assert_close(result.out, case.expected(WINDOW)[0], "float32", "out")
 
     @both_ways
     def test_sparse_mla_attention(self) -> None:

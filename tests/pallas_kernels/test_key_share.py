@@ -18,12 +18,11 @@ from pallas_kernels.merge_states import merge_ranks, merge_states
 from pallas_kernels.mla_paged_attention import kernel_tpu as mla_tpu
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_attention
-from scripts.kernel_fuzz.attention import static_of
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import Shape, assert_close, make_case
+from tests.pallas_kernels.cases import Shape, assert_close, make_case, static_of
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.mla_paged_attention.test_kernel_tpu import SMALL as SMALL_LATENTS
-from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_tpu import SMALL_BLOCKS
 
 ROWS = [(1, 37), (1, 1), (1, 0), (9, 9), (7, 30)]

@@ -18,10 +18,10 @@ from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.decode_step import DecodeStep
 from pallas_kernels.interpret.on_tpu import compile_on_tpu
 from pallas_kernels.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.tpu.memory import pallas_calls
 from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case
 from tests.pallas_kernels.mla_paged_attention import mla_cases
-from tests.pallas_kernels.oracle import Options
 
 OPTIONS = Options(sliding_window=70, num_sink_tokens=2, sinks=(0.5, -1.0, 0.0, 2.0))
 MASK = MaskRule(True, 70, None, 2)

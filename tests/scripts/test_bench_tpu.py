@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pallas_kernels.ragged_paged_attention.oracle import unpacked
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from scripts import bench_tpu
 from scripts.kernel_bench import rivals_tpu
 from scripts.kernel_bench.case import Sizes
 from scripts.kernel_bench.ops import ragged_paged_attention as attention
-from tests.pallas_kernels.oracle import unpacked
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

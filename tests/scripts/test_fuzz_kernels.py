@@ -12,23 +12,28 @@ from pallas_kernels.merge_states import reference
 from scripts import fuzz_kernels
 
 QUICK = ["--platform", "reference", "--trials", "1", "--seed", "1"]
+TRIED = {("kv_write", "reference"), ("merge_states", "reference"), ("selective_scan", "reference")}  # others: sweeps
 
 
 @pytest.mark.parametrize(
-    "op",
+    ("op", "platform"),
     [
-        pytest.param(op, marks=() if op in ("kv_write", "merge_states", "selective_scan") else pytest.mark.sweep)
-        for op in fuzz_kernels.OPS
+        pytest.param(op, platform, marks=() if (op, platform) in TRIED else pytest.mark.sweep)
+        for op, (_, platforms) in fuzz_kernels.OPS.items()
+        for platform in platforms
     ],
 )
-def test_a_trial_of_every_op(op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the reference: right, told by name, and as JSON."""
-    assert fuzz_kernels.main([*QUICK, "--op", op, "--json", str(tmp_path / "results.json")]) == 0
+def test_a_trial_of_every_op(op: str, platform: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Right, told by name, and as JSON."""
+    assert (
+        fuzz_kernels.main([*QUICK[2:], "--platform", platform, "--op", op, "--json", str(tmp_path / "results.json")])
+        == 0
+    )
     assert "seed 1" in capsys.readouterr().out
     written = json.loads((tmp_path / "results.json").read_text())
     assert written["seed"] == 1
     (result,) = written["results"]
-    assert (result["op"], result["platform"], result["trials"], result["failures"]) == (op, "reference", 1, [])
+    assert (result["op"], result["platform"], result["trials"], result["failures"]) == (op, platform, 1, [])
     assert result["cases"] > 0
 
 

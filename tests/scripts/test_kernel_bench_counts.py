@@ -16,6 +16,7 @@ from pallas_kernels.kv_write.cases import WriteCase
 from pallas_kernels.latent_write.cases import LatentWriteCase
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.merge_states.cases import MergeCase
+from pallas_kernels.mla_paged_attention.cases import LatentCase
 from pallas_kernels.mla_paged_attention.shapes import LatentShape
 from pallas_kernels.page_ops.cases import MOVES, MoveCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
@@ -23,7 +24,6 @@ from pallas_kernels.ssm_update.cases import ConvCase, ScanCase
 from pallas_kernels.ssm_update.shapes import SsmShape
 from scripts.kernel_bench.case import BenchCase, Sizes, bench_case
 from scripts.kernel_bench.ops import (
-    mla_paged_attention,
     ragged_paged_attention,
 )
 
@@ -72,7 +72,7 @@ def test_attention(kind: str, mask: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
 def test_latent_attention(kind: str) -> None:
     shape = LatentShape("x", "x", 3, latent_dim=8, rope_dim=4)
-    found = mla_paged_attention.case(kind, shape, SIZES)
+    found = bench_case(LatentCase, kind, shape, SIZES)
     query = 2 * (8 + 4) + 2 * 8
     assert found.work == counted(SMALL_ROWS[kind], MaskRule(), 3, query, 2 * (8 + 4), 2 * (8 + 4) + 2 * 8)
 

@@ -18,9 +18,9 @@ from pallas_kernels.interpret.on_gpu import compile_on_gpu
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, mla_paged_attention, plan
 from pallas_kernels.mla_paged_attention.gpu_schedule import most_queries
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from tests.pallas_kernels.cases import assert_right, nan_behind
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
-from tests.pallas_kernels.oracle import Options
 
 Rows = list[tuple[int, int]]  # (queries, keys) of each sequence
 SMALL = kernel_gpu.Tuning(stages=2, num_blocks=3)

@@ -18,9 +18,9 @@ from pallas_kernels.interpret.on_gpu import compile_on_gpu, gpu_device
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, mla_paged_attention
 from pallas_kernels.mla_paged_attention.gpu_latents import LatentRing
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from tests.pallas_kernels.cases import assert_close, assert_right
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
-from tests.pallas_kernels.oracle import Options
 
 SMALL = kernel_gpu.Tuning(stages=2, num_blocks=3)
 LATENT = LatentShape(head_dim=192, page_size=16, dtype="bfloat16")

@@ -19,10 +19,10 @@ from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_devic
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_tpu, mla_paged_attention
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Case, Shape, make_case
 from tests.pallas_kernels.mla_paged_attention.mla_cases import run as reference
-from tests.pallas_kernels.oracle import Options
 
 SMALL = kernel_tpu.Tuning(queries=8, units=2, decode_block=128, tile_block=128, decode_part=128, tile_part=128)
 FACTORS: dict[str, tuple[Any, ...]] = {

@@ -12,9 +12,9 @@ from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.mla_paged_attention.shapes import SHAPES
-from tests.pallas_kernels.cases import assert_close, pairwise, random_values
+from pallas_kernels.ragged_paged_attention.oracle import Options
+from tests.pallas_kernels.cases import assert_close, random_values
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, assert_matches_oracle, make_case, run
-from tests.pallas_kernels.oracle import Options
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mask": ({}, {"sliding_window": 3, "num_sink_tokens": 6}),
@@ -33,21 +33,6 @@ MORE_FACTORS = FACTORS | {
         {"dtype": "int8", "platform": "tpu"},
     ),
 }
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*pairwise(FACTORS), *(pytest.param(case, marks=pytest.mark.sweep) for case in pairwise(MORE_FACTORS, seed=1))],
-    ids=str,
-)
-def test_random_steps(case: dict[str, Any]) -> None:
-    """All features crossed pairwise; lengths 0 and 1 among them, tables in random order, NaN wherever unseen."""
-    shape = Shape(num_q_heads=case["heads"], q_dtype=case["q_dtype"], latent=LatentShape(**case["cache"]))
-    scale = np.float32(0.02 if case["cache"].get("dtype") == "int8" else 1.5)
-    sinks = np.array([2.0, -np.inf, 50.0])[: case["heads"]] if case["sinks"] else None
-    options = Options(**case["mask"], soft_cap=case["soft_cap"], sinks=sinks, k_scale=scale, v_scale=scale)
-    for seed, rows in ((0, None), (1, None), (2, [(1, 1), (0, 0), (1, 40), (17, 30), (5, 5)])):
-        assert_matches_oracle(make_case(seed, shape, rows, options), options)
 
 
 WINDOW = Options(sliding_window=9)

@@ -10,10 +10,9 @@ import pytest
 
 from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.mla_paged_attention import mla_paged_attention, xla_attention
-from scripts.kernel_fuzz.attention import static_of
-from tests.pallas_kernels.cases import assert_right
+from pallas_kernels.ragged_paged_attention.oracle import Options
+from tests.pallas_kernels.cases import assert_right, static_of
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
-from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_triton import LANES, WHOLE
 
 ROWS = [(1, 1), (0, 0), (1, 40), (17, 30), (5, 5)]

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import Shape, assert_matches_oracle, every_level, make_case, pairwise, whole_rows
-from tests.pallas_kernels.oracle import Options
+from pallas_kernels.cases.pages import whole_rows
+from pallas_kernels.ragged_paged_attention.oracle import Options
+from tests.pallas_kernels.cases import Shape, assert_matches_oracle, every_level, make_case, pairwise
 
 MASKS: tuple[dict[str, Any], ...] = (
     {},

@@ -13,8 +13,8 @@ from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import ragged_paged_attention as ragged
 from pallas_kernels.decode_step import DecodeStep
 from pallas_kernels.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case
-from tests.pallas_kernels.oracle import Options
 
 OPTIONS = Options(sliding_window=9, num_sink_tokens=2, sinks=(0.5, -1.0, 0.0, 2.0))
 MASK = MaskRule(True, 9, None, 2)

@@ -18,9 +18,9 @@ from pallas_kernels.interpret.on_gpu import compile_on_gpu, gpu_device
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, plan, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_schedule import most_queries
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.schedule import Batch
 from tests.pallas_kernels.cases import Shape, assert_right, make_case, nan_behind
-from tests.pallas_kernels.oracle import Options
 
 Rows = list[tuple[int, int]]  # (queries, keys) of each sequence
 SMALL = kernel_gpu.Tuning(decode_block=64, decode_stages=2, num_blocks=3, prefill_block=64, prefill_stages=2)

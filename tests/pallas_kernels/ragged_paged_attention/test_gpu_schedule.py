@@ -16,8 +16,8 @@ from pallas_kernels.gpu.shares import share_out
 from pallas_kernels.interpret.on_gpu import compile_on_gpu
 from pallas_kernels.ragged_paged_attention import MaskRule, kernel_gpu, plan, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from tests.pallas_kernels.cases import Shape, assert_right, make_case, nan_behind
-from tests.pallas_kernels.oracle import Options
 
 SMALL = kernel_gpu.Tuning(decode_block=64, decode_stages=2, num_blocks=3, prefill_block=64, prefill_stages=2)
 SHAPE = Shape(

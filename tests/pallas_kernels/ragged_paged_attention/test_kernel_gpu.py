@@ -22,9 +22,9 @@ from pallas_kernels.interpret.on_gpu import compile_on_gpu, gpu_device
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_prefill import Split
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.schedule import Batch
 from tests.pallas_kernels.cases import Shape, as_bytes, assert_close, assert_right, make_case, random_values
-from tests.pallas_kernels.oracle import Options
 
 SMALL = kernel_gpu.Tuning(decode_block=64, decode_stages=2, num_blocks=3, prefill_block=64, prefill_stages=2)
 SHAPE = Shape(

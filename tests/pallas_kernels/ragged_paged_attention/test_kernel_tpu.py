@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_tuning import tile_queries, tile_rows
 from tests.pallas_kernels.cases import Case, Shape, assert_close, every_level, make_case, pairwise, random_values
 from tests.pallas_kernels.cases import run as run_reference
-from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import shape_and_options
 
 FACTORS: dict[str, tuple[Any, ...]] = {

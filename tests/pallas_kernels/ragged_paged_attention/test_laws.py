@@ -13,8 +13,8 @@ import pytest
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.oracle import Options, visible_keys
 from tests.pallas_kernels.cases import Case, Shape, assert_close, assert_matches_oracle, make_case, random_values, run
-from tests.pallas_kernels.oracle import Options, visible_keys
 
 SHAPE = Shape(num_tokens=40, num_rows=4, num_columns=12, page_size=4)
 CROSS = Options(causal=False)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mask import MaskRule
-from tests.pallas_kernels.oracle import Options, visible_keys
+from pallas_kernels.ragged_paged_attention.oracle import Options, visible_keys
 
 RULES = [
     MaskRule(causal, window, chunk, sinks)

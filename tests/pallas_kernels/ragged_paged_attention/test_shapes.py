@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from tests.pallas_kernels.cases import Shape, assert_matches_oracle, make_case
-from tests.pallas_kernels.oracle import Options
 
 
 def test_names_are_unique_and_heads_divide() -> None:

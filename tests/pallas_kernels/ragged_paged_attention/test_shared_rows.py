@@ -13,9 +13,9 @@ import pytest
 from pallas_kernels.interpret.on_tpu import compile_on_tpu
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.oracle import Options, by_token
 from pallas_kernels.ragged_paged_attention.tpu_plan import block_slots, ring_buffers
 from tests.pallas_kernels.cases import Shape, assert_close, assert_matches_oracle, make_case, random_values
-from tests.pallas_kernels.oracle import Options, by_token
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_tpu import SMALL_BLOCKS, assert_right, compiled
 
 SHAPE = Shape(

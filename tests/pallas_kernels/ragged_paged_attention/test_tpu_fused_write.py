@@ -16,10 +16,10 @@ from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_devic
 from pallas_kernels.kv_write.kernel_tpu import written_pages
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_tpu
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.ragged_paged_attention.tpu_ring import BlockRing
 from pallas_kernels.schedule import Batch
 from tests.pallas_kernels.cases import Case, Shape, make_case, random_values
-from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_tpu import assert_right
 
 PAGE = 16

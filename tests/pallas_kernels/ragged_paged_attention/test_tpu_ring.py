@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention.kernel_tpu import Tuning
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.ragged_paged_attention.tpu_plan import ring_buffers
 from tests.pallas_kernels.cases import Case, Shape, make_case
-from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_tpu import assert_right, compiled
 
 # Every three of empty, short and long follow each other somewhere: a de Bruijn sequence, and its first two again.

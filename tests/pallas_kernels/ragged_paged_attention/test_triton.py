@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import xla_attention
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.triton.walks import Limits
-from scripts.kernel_fuzz.attention import static_of
-from tests.pallas_kernels.cases import Shape, assert_right, make_case
-from tests.pallas_kernels.oracle import Options
+from tests.pallas_kernels.cases import Shape, assert_right, make_case, static_of
 
 LANES = Limits(programs=6, few_tiles=0, most_keys=16)  # several KV tiles and pieces
 WHOLE = Limits(programs=1, few_tiles=100)

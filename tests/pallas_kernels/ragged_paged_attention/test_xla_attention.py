@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla_attention
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.xla.lanes import Lanes
 from pallas_kernels.xla.tiles import Limits
-from scripts.kernel_fuzz.attention import static_of
-from tests.pallas_kernels.cases import Shape, assert_right, every_level, make_case, pairwise, random_values
-from tests.pallas_kernels.oracle import Options
+from tests.pallas_kernels.cases import Shape, assert_right, every_level, make_case, pairwise, random_values, static_of
 from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import FACTORS, MORE_FACTORS, shape_and_options
 
 SMALL = Limits(trip_bytes=1 << 13, pieces_bytes=1 << 13, least_keys=8, most_keys=16)  # several trips, lanes and chunks

@@ -15,13 +15,13 @@ from pallas_kernels.cases.latents import LatentShape
 from pallas_kernels.interpret.on_tpu import RaceError, compile_on_tpu, tpu_device
 from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.layouts import latent_layout
+from pallas_kernels.ragged_paged_attention.oracle import LARGEST_SINK
 from pallas_kernels.sparse_mla_attention import kernel_tpu, sparse_mla_attention, tpu_picks
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
 from pallas_kernels.tpu.latent_blocks import StateBlocks
 from pallas_kernels.tpu.memory import pallas_calls
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
-from tests.pallas_kernels.oracle import LARGEST_SINK
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
 
 FP8 = LatentFp8(rope_dim=8, group=8)

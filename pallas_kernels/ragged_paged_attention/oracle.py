@@ -1,10 +1,12 @@
-"""Attention and KV writes token by token in numpy float64: what every implementation is compared with."""
+"""What attention must give: token by token in numpy float64, by the words of the contract."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from pallas_kernels.cases.pages import by_token
 
 LARGEST_SINK = float(np.finfo(np.float32).max)  # larger ones count as this
 
@@ -42,15 +44,6 @@ def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
         if (in_window and in_chunk) or k < options.num_sink_tokens:
             keys.append(k)
     return keys
-
-
-def by_token(pages: np.ndarray, num_kv_heads: int) -> np.ndarray:
-    """Packed pages as [pages, page_size, K and V of the heads, lanes], a view.
-
-    A row of 32-bit words is of one token, but where K and V of a token's one head fill half of it, of two.
-    """
-    tokens = 2 if (num_kv_heads, pages.shape[3]) == (1, 4) else 1
-    return pages.reshape(pages.shape[0], pages.shape[1] * tokens, -1, pages.shape[-1])
 
 
 def unpacked(pages: tuple[np.ndarray, ...], num_kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
