@@ -35,7 +35,6 @@ class HuggingFaceRun:
     cpu_s: float  # process time of all threads
     wall_s: float
     tokens: list[list[int]]  # the new ones of each prompt
-    margins: list[list[float]]  # best logit minus the second best of each new token; empty unless asked for
 
 
 class HuggingFaceProcess:
@@ -68,18 +67,14 @@ class HuggingFaceProcess:
             self.close()
             raise
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], num_new_tokens: int, *, margins: bool = False
-    ) -> HuggingFaceRun:
+    def generate(self, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> HuggingFaceRun:
         """`num_new_tokens` greedy tokens for every prompt, whatever they are; shorter prompts are padded on the left.
-
-        With `margins` the logits are kept too: its times are not those of a plain run.
 
         Raises:
             RuntimeError: the process ended; what it says stands on stderr.
         """
         token_ids = [list(map(int, prompt)) for prompt in prompts]
-        request = {"prompts": token_ids, "num_new_tokens": num_new_tokens, "margins": margins}
+        request = {"prompts": token_ids, "num_new_tokens": num_new_tokens}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # `_answer` says that the process ended
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -127,23 +122,17 @@ class _Generator:
         self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
         self.versions = {"torch": self._torch.__version__, "transformers": transformers.__version__}
 
-    def run(self, prompts: list[list[int]], num_new_tokens: int, margins: bool) -> HuggingFaceRun:
+    def run(self, prompts: list[list[int]], num_new_tokens: int) -> HuggingFaceRun:
         """As `HuggingFaceProcess.generate`."""
         torch = self._torch
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
         token_ids = torch.tensor([[0] * n + prompt for n, prompt in zip(padding, prompts, strict=True)])
         mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
-        options = {"output_logits": True, "return_dict_in_generate": True} if margins else {}
         cpu, wall = time.process_time(), time.perf_counter()
-        out = self._model.generate(token_ids, attention_mask=mask, max_new_tokens=num_new_tokens, **options)
+        out = self._model.generate(token_ids, attention_mask=mask, max_new_tokens=num_new_tokens)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        sequences = out.sequences if margins else out
-        gaps = []
-        if margins:
-            best = torch.stack(out.logits, dim=1).topk(2).values
-            gaps = (best[..., 0] - best[..., 1]).tolist()
-        return HuggingFaceRun(cpu, wall, sequences[:, longest:].tolist(), gaps)
+        return HuggingFaceRun(cpu, wall, out[:, longest:].tolist())
 
 
 def _serve(folder: str, dtype: str, num_threads: str) -> None:

@@ -9,7 +9,7 @@ parts of a step add up to it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -40,15 +40,14 @@ class StepParts:
 class StepTimer:
     """Seconds by part since `reset`. Used from the engine's thread."""
 
-    def __init__(self, parts: Sequence[str] = PARTS) -> None:
-        """A timer of these parts, of which "other" are the steps."""
-        self._names = tuple(parts)
+    def __init__(self) -> None:
+        """A timer of `PARTS`, of which "other" are the steps."""
         self.reset()
 
     def reset(self) -> None:
         """Forgets what was timed."""
-        self._wall_s = dict.fromkeys(self._names, 0.0)
-        self._cpu_s = dict.fromkeys(self._names, 0.0)
+        self._wall_s = dict.fromkeys(PARTS, 0.0)
+        self._cpu_s = dict.fromkeys(PARTS, 0.0)
         self._inner = [(0.0, 0.0)]  # of each call that runs, what calls within it took
         self._num_steps = 0
 
@@ -56,13 +55,9 @@ class StepTimer:
         """Means over the steps so far."""
         steps = max(self._num_steps, 1)
         wall_us, cpu_us = (
-            {part: seconds[part] * 1e6 / steps for part in self._names} for seconds in (self._wall_s, self._cpu_s)
+            {part: seconds[part] * 1e6 / steps for part in PARTS} for seconds in (self._wall_s, self._cpu_s)
         )
         return StepParts(self._num_steps, wall_us, cpu_us)
-
-    def wrap(self, part: str, owner: Any, name: str) -> None:
-        """Times the attribute `name` of `owner` as `part` from here on."""
-        setattr(owner, name, self.wrapped(part, getattr(owner, name)))
 
     def wrapped(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """`method`, timed as `part`; calls of "other" are the steps."""

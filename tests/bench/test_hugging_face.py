@@ -22,8 +22,7 @@ print(json.dumps({"versions": {"torch": "0", "transformers": "0"}}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     tokens = [[len(prompt)] * request["num_new_tokens"] for prompt in request["prompts"]]
-    margins = [[0.5]] if request["margins"] else []
-    print(json.dumps({"run": {"cpu_s": 1.0, "wall_s": 2.0, "tokens": tokens, "margins": margins}}), flush=True)
+    print(json.dumps({"run": {"cpu_s": 1.0, "wall_s": 2.0, "tokens": tokens}}), flush=True)
 """
 
 
@@ -40,9 +39,9 @@ def test_every_call_is_answered_in_order(tmp_path: Path) -> None:
     with HuggingFaceProcess(tmp_path, python=interpreter(tmp_path, ANSWERS)) as process:
         assert process.versions == {"torch": "0", "transformers": "0"}
         first = process.generate([[1, 2, 3], [4]], 2)
-        second = process.generate([[5]], 1, margins=True)
-    assert (first.tokens, first.margins, first.cpu_s, first.wall_s) == ([[3, 3], [1, 1]], [], 1.0, 2.0)
-    assert (second.tokens, second.margins) == ([[1]], [[0.5]])
+        second = process.generate([[5]], 1)
+    assert (first.tokens, first.cpu_s, first.wall_s) == ([[3, 3], [1, 1]], 1.0, 2.0)
+    assert second.tokens == [[1]]
 
 
 def test_an_interrupt_from_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
@@ -74,9 +73,8 @@ def test_without_its_libraries_the_extra_is_named() -> None:
 def test_padding_on_the_left_changes_no_token() -> None:
     prompts = [[2, 100, 200, 300], [2, 400]]
     with HuggingFaceProcess(demo_model_path()) as process:
-        together = process.generate(prompts, 4, margins=True)
+        together = process.generate(prompts, 4)
         alone = [process.generate([prompt], 4).tokens[0] for prompt in prompts]
     assert together.tokens == alone
-    assert [len(row) for row in together.margins] == [4, 4]
     assert together.cpu_s > 0
     assert together.wall_s > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -34,14 +33,6 @@ def test_a_call_within_another_counts_in_itself_only() -> None:
     timer.reset()
     assert timer.parts().num_steps == 0
     assert set(timer.parts().wall_us) == set(PARTS)
-
-
-def test_an_attribute_is_timed_as_a_part_of_ones_own() -> None:
-    owner, timer = SimpleNamespace(pack=lambda: time.sleep(0.01)), StepTimer(("pack", "other"))
-    timer.wrap("pack", owner, "pack")
-    timer.wrapped("other", owner.pack)()
-    assert set(timer.parts().wall_us) == {"pack", "other"}
-    assert timer.parts().wall_us["pack"] >= 10_000
 
 
 def test_a_step_that_fails_is_timed_and_raises() -> None:
