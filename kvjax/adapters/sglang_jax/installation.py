@@ -76,7 +76,8 @@ def install(*, policy: str | None = None) -> None:
         UnknownStackError: its classes are none of the recorded versions'.
         ValueError: the policy is another one. Nothing is changed.
     """
-    attributes = {name: value for name, value in policy_options(policy).items() if name == "eviction_policy"}
+    # "learned" counts by admissions, which the stack's allocators are not told of.
+    attributes = {"eviction_policy": "probation"} if policy_options(policy) else {}
     uninstall()
     paged = as_stack_class(SlotAllocator, "BaseTokenToKVPoolAllocator")
     for name in (

@@ -42,7 +42,7 @@ class LearnedOrder:
         self._victims.take(num_blocks)
         self._now = 0  # requests admitted
         self._num_taken = 0  # since a step was planned
-        self._pending: list[tuple[bool, int, np.ndarray]] = []  # whether hit or released, when, blocks
+        self._pending: list[tuple[bool, int, Sequence[int] | np.ndarray]] = []  # whether hit or released, when, blocks
         self._evicted: list[np.ndarray] = []  # runs of evicted blocks, since a step was planned
         self._evicted_hashes: list[BlockHash] = []
 
@@ -55,7 +55,10 @@ class LearnedOrder:
 
     def append_few(self, block_ids: Sequence[int], are_young: bool = False) -> None:
         """`append_distinct` of a few blocks."""
-        self.append_distinct(np.array(block_ids, np.int64))
+        for block_id in block_ids:
+            self._is_here[block_id] = True
+        self.num_free_blocks += len(block_ids)
+        self._pending.append((False, self._now, block_ids))
 
     @property
     def tells_young(self) -> bool:
@@ -103,9 +106,8 @@ class LearnedOrder:
 
     def note_eviction(self, ids: np.ndarray, hashes: list[BlockHash]) -> None:
         """Blocks of these hashes were evicted."""
-        self._evicted.append(self.keeper.run_of[ids])
+        self._evicted.append(self.keeper.leave_runs(ids))
         self._evicted_hashes += hashes
-        self.keeper.run_of[ids] = 0
 
     def note_forgotten(self, ids: np.ndarray) -> None:
         """Blocks lost their hashes, free or held; free ones have been removed."""
@@ -114,37 +116,37 @@ class LearnedOrder:
 
     def note_step_planned(self) -> None:
         """Works calls off if there is a reason, then what was evicted; names victims where the last step took more."""
-        is_due = self.keeper.is_due(self._now)
+        is_due = self._now >= self.keeper.due_at
         if self._evicted or is_due or len(self._pending) > MAX_PENDING:
             self._work_off()
         if self._evicted:
-            self.keeper.note_eviction(np.concatenate(self._evicted), self._evicted_hashes, self._now)
+            self.keeper.note_eviction(self._evicted, self._evicted_hashes, self._now)
             self._evicted, self._evicted_hashes = [], []
         if is_due:
             self.keeper.learn(self._now)
-        wanted, self._num_taken = min(self._num_taken, self.num_free_blocks // AHEAD), 0
-        if self._victims.num_free_blocks < wanted:
+        if self._num_taken:
+            wanted, self._num_taken = min(self._num_taken, self.num_free_blocks // AHEAD), 0
             self._name_victims(wanted)
 
     def _work_off(self) -> None:
-        for was_hit, when, ids in self._pending:
+        pending, self._pending = self._pending, []
+        for was_hit, when, block_ids in pending:
+            ids = np.asarray(block_ids, np.int64)
             if was_hit:
                 self.keeper.note_use(ids, when)
             else:
                 self.keeper.note_release(ids, when)
-        self._pending = []
 
     def _name_victims(self, num_wanted: int) -> None:
         """Lets there be so many victims at least."""
-        self._work_off()
-        for ids in self.keeper.worst_first(self._now):
-            self._victims.append_distinct(ids[self._is_here[ids]])
-            if self._victims.num_free_blocks >= num_wanted:
-                return
+        if self._victims.num_free_blocks < num_wanted:
+            self._work_off()
+        while self._victims.num_free_blocks < num_wanted and (ids := self.keeper.take_worst(self._now)) is not None:
+            self._victims.append_distinct(ids)
 
     def state(self) -> tuple[Any, ...]:
         """The clock, victims, what is not worked off, runs and what was learned of them."""
-        pending = tuple((*head, tuple(ids.tolist())) for *head, ids in self._pending)
+        pending = tuple((hit, when, tuple(np.asarray(ids).tolist())) for hit, when, ids in self._pending)
         evicted = tuple(run for runs in self._evicted for run in runs.tolist()), tuple(self._evicted_hashes)
         victims = tuple(self._victims.get_all_free_blocks().tolist())
         return self._now, self._num_taken, victims, pending, evicted, self.keeper.state()

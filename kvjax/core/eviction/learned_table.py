@@ -48,6 +48,11 @@ def class_of(num_hits: int) -> int:
     return num_hits if num_hits < 3 else 3 if num_hits < 5 else 4
 
 
+def bin_of(age: int) -> int:
+    """The bin of an age, -1 for the last one."""
+    return BINS[age] if age < MAX_AGE else -1
+
+
 @dataclass(frozen=True)
 class LearnedClass:
     """What is known of one class."""
@@ -86,7 +91,7 @@ class LearnedTable:
 
     def worth_of(self, of_class: int, age: int) -> float:
         """Hits a request."""
-        return self.worth[of_class][BINS[age] if age < MAX_AGE else -1]
+        return self.worth[of_class][bin_of(age)]
 
     def rebuild(self, now: int, classes: np.ndarray, ages: np.ndarray) -> None:
         """Makes `worth` anew, when int64[n] classes and ages are those of the runs that wait. About 300 us."""
@@ -147,4 +152,4 @@ def _time_spent(classes: np.ndarray, ages: np.ndarray) -> np.ndarray:  # float64
     return num_older * WIDTHS + _counts(places, ages - EDGES[bins])
 
 
-__all__ = ["CLASS_NAMES", "NUM_CLASSES", "LearnedClass", "LearnedTable", "class_of", "make_worth"]
+__all__ = ["CLASS_NAMES", "NUM_CLASSES", "LearnedClass", "LearnedTable", "bin_of", "class_of", "make_worth"]

@@ -16,7 +16,7 @@ from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
 
 FREE_ORDERS = ("append", "uncached_first")
 EVICTION_POLICIES = ("probation", "learned", "lru", "slru", "cost")
-DEFAULT_POLICY = "probation"
+DEFAULT_POLICY = "learned"
 EvictionPolicyFactory = Callable[[HashedBlocks], EvictionPolicy]
 
 

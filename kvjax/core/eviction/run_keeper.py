@@ -26,7 +26,7 @@ Invariants (`check_invariants`):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,12 +34,10 @@ import numpy as np
 
 from kvjax.core.eviction.ghosts import Ghosts
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
-from kvjax.core.eviction.learned_table import NUM_CLASSES, LearnedTable, class_of
+from kvjax.core.eviction.learned_table import NUM_CLASSES, LearnedTable, bin_of, class_of
 from kvjax.core.eviction.runs import Runs
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
-
-NOTHING = (math.inf, 0, 0)  # of a class without runs
 
 
 class RunKeeper:
@@ -76,6 +74,13 @@ class RunKeeper:
         if run:
             self.runs.replace(run, made)
             self._remove_blocks(run, blocks.size)
+            self._drop_others_blocks(run)
+
+    def _drop_others_blocks(self, run: int) -> None:
+        """Of the blocks that wait in a run's list only its own stay."""
+        if self.runs.is_listed(run):
+            blocks = self.runs.blocks[run]
+            self.runs.blocks[run] = blocks[self.run_of[blocks] == run]
 
     def _make(self, group: int, num_hits: int, blocks: np.ndarray) -> int:
         self.run_of[blocks] = made = self.runs.make(group, class_of(num_hits), num_hits, blocks.size)
@@ -129,14 +134,22 @@ class RunKeeper:
         self._remove_blocks(run, num_gone=count + len(rest))
         return num_hits, count
 
-    def note_eviction(self, of_runs: np.ndarray, hashes: list[BlockHash], now: int) -> None:
-        """Blocks that were of int64[n] runs were evicted, the last one of each run first, in the time up to a clock."""
-        place = 0
+    def leave_runs(self, ids: np.ndarray) -> np.ndarray:  # int64[n]
+        """The runs of blocks that were evicted, which are in none from then on."""
+        of_runs = self.run_of[ids]
+        self.run_of[ids] = 0
+        return of_runs
+
+    def note_eviction(self, of_blocks: list[np.ndarray], hashes: list[BlockHash], now: int) -> None:
+        """Blocks left these runs, the last one of each first, and had these hashes, all lost up to a clock."""
+        of_runs = of_blocks[0] if len(of_blocks) == 1 else np.concatenate(of_blocks)
+        end = len(hashes)
+        hashes.reverse()
         for run, part in _stretches(of_runs, of_runs):
             if run:
-                self._remember(run, hashes[place : place + part.size][::-1], now)
+                self._remember(run, hashes[end - part.size : end], now)
                 self._remove_blocks(run, num_cached=part.size)
-            place += part.size
+            end -= part.size
 
     def _remember(self, run: int, hashes: list[BlockHash], now: int) -> None:
         runs = self.runs
@@ -148,10 +161,12 @@ class RunKeeper:
 
     def note_forgotten(self, ids: np.ndarray) -> None:
         """Blocks are cached no more, and no ghosts."""
-        for run, blocks in _stretches(self.run_of[ids], ids):
+        stretches = _stretches(self.run_of[ids], ids)
+        self.run_of[ids] = 0
+        for run, blocks in stretches:
             if run:
                 self._remove_blocks(run, num_cached=blocks.size)
-        self.run_of[ids] = 0
+                self._drop_others_blocks(run)
 
     def _by_group(self, ids: np.ndarray) -> Iterable[tuple[int, np.ndarray]]:
         """Stretches of blocks of one group each."""
@@ -159,45 +174,43 @@ class RunKeeper:
 
     # What goes next.
 
-    def is_due(self, now: int) -> bool:
-        """Whether it is time to `learn`."""
-        return now - self.table.rebuilt_at >= self._learn_every
+    @property
+    def due_at(self) -> int:
+        """The clock from which on it is time to `learn`."""
+        return self.table.rebuilt_at + self._learn_every
 
     def learn(self, now: int) -> None:
         """Lets the table learn what happened."""
         waiting = self.runs.waits.nonzero()[0]
         self.table.rebuild(now, self.runs.of_class[waiting], now - self.runs.free_since[waiting])
 
-    def worst_first(self, now: int) -> Iterator[np.ndarray]:
-        """The blocks of one run after another (int64[n], the last one first), which stands in no list any more.
-
-        Some blocks may be of another run by now.
-        """
+    def take_worst(self, now: int) -> np.ndarray | None:  # int64[n]
+        """The blocks that wait of the run that goes next, the last one first; the run stands in no list any more."""
         runs = self.runs
-        values = [self._value_of_first(of_class, now) for of_class in range(NUM_CLASSES)]
-        while True:
-            worth, _, of_class = min(values)
-            run = runs.first(1 + of_class if worth < math.inf else runs.num_lists)
-            if not run:
-                return
-            if runs.children[run] and worth < math.inf:
-                runs.set_aside(run)
-            else:
-                parent = runs.parent[run]
-                runs.leave(run)
-                runs.put_on(run, 0)
-                yield runs.blocks[run][self.run_of[runs.blocks[run]] == run]
-                parent_class = runs.of_class.item(parent)
-                values[parent_class] = self._value_of_first(parent_class, now)
-            values[of_class] = self._value_of_first(of_class, now)
-
-    def _value_of_first(self, of_class: int, now: int) -> tuple[float, int, int]:
-        """What the first run of a class is worth, when it became free, its class."""
-        run = self.runs.first(1 + of_class)
+        while run := self._worst(now):
+            if not runs.children[run]:
+                break
+            runs.set_aside(run)
+        else:
+            run = runs.first(runs.num_lists)
         if not run:
-            return NOTHING
-        since = self.runs.free_since.item(run)
-        return self.table.worth_of(of_class, now - since), since, of_class
+            return None
+        runs.leave(run)
+        runs.put_on(run, 0)
+        return runs.blocks[run]
+
+    def _worst(self, now: int) -> int:
+        """The run that is worth least of the first of each class, of equal ones the oldest; 0: there is none."""
+        runs = self.runs
+        worst, least, oldest = 0, math.inf, 0
+        for head, worth in enumerate(self.table.worth, 1):
+            run = runs.after[head]
+            if run != head:
+                since = runs.free_since.item(run)
+                value = worth[bin_of(now - since)]
+                if value < least or (value == least and since < oldest):
+                    worst, least, oldest = run, value, since
+        return worst
 
     # For people and tests.
 
@@ -218,9 +231,10 @@ class RunKeeper:
 
 def _stretches(values: np.ndarray, ids: np.ndarray) -> Sequence[tuple[int, np.ndarray]]:
     """Each value that n equal neighbours of `values` have, and their n `ids`."""
-    cuts = (values[1:] != values[:-1]).nonzero()[0]
-    if not cuts.size:
+    as_bytes = values.tobytes()
+    if as_bytes[values.itemsize :] == as_bytes[: -values.itemsize]:
         return ((values.item(0), ids),) if ids.size else ()
+    cuts = (values[1:] != values[:-1]).nonzero()[0]
     edges = [0, *(cuts + 1).tolist(), ids.size]
     return [(values.item(start), ids[start:end]) for start, end in pairwise(edges)]
 

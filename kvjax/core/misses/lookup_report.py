@@ -60,7 +60,7 @@ _REMEDIES: Mapping[MissReason, str] = MappingProxyType(
         MissReason.CHECKPOINT_EVICTED: "more blocks for windows, chunks and states",
         MissReason.EVICTED: "more blocks, another policy, a tier",
         MissReason.INVALIDATED: "fewer resets and invalidations",
-        MissReason.NO_CHECKPOINT: 'a smaller retention_interval, the policy "probation"',
+        MissReason.NO_CHECKPOINT: 'a smaller retention_interval, the policy "probation" or "learned"',
         MissReason.OTHER_SALT: "one salt, or a replica for each",
         MissReason.NEVER_SEEN: "nothing here; another replica may know them",
         MissReason.DROPPED_BLOCK: "nothing: EAGLE needs it",

@@ -9,7 +9,7 @@ Flow:    nodes (state_graph.py), a fresh manager -> [fill_graph] -> the fresh ma
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvjax.core.save.state_graph import MADE_CLASSES, OBSERVER_CLASSES, Node, at
 from kvjax.core.tables.row_table import RowTable
 
 MISSING = object()
+EMPTY: dict[str, Any] = {"list": list, "dict": dict, "OrderedDict": OrderedDict, "set": set}
 
 
 def fill_graph(root: Any, nodes: list[Node]) -> None:
@@ -56,7 +57,7 @@ class _Decoder:
         elif node[0] in ("list", "tuple") and isinstance(fresh, list | tuple):
             for value, part in zip(node[1], fresh, strict=False):
                 self._note(value, part)
-        elif node[0] == "dict" and isinstance(fresh, dict):
+        elif node[0] in ("dict", "OrderedDict") and isinstance(fresh, dict):
             for key, value in _pairs(node[1]):
                 if not isinstance(key, list):
                     self._note(value, fresh.get(key, MISSING))
@@ -73,8 +74,8 @@ class _Decoder:
         kind = node[0]
         if kind == "object":
             made = self._object(number)
-        elif kind in ("list", "dict", "set"):
-            made = {"list": list, "dict": dict, "set": set}[kind]()
+        elif kind in EMPTY:
+            made = EMPTY[kind]()
         elif kind == "deque":
             made = deque(maxlen=node[1])
         elif kind == "array":
@@ -142,7 +143,7 @@ class _Decoder:
                     object.__setattr__(made, attribute, self._value(value))
         elif kind == "list":
             made.extend(map(self._value, node[1]))
-        elif kind == "dict":
+        elif kind in ("dict", "OrderedDict"):
             made.update((self._value(key), self._value(value)) for key, value in _pairs(node[1]))
         elif kind == "set":
             made.update(map(self._value, node[1]))

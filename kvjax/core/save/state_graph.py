@@ -15,7 +15,7 @@ must be whole: two views of one array would come back as two arrays. Three excep
 A value is None, a bool, a number, text, bytes, or `[i]`, node i. Node 0 is the root; a node is one of
 
     ["object", class name, {attribute: value}]       ["value", class name, {attribute: value}]  a frozen dataclass
-    ["list" | "tuple" | "set" | "frozenset", [value, ...]]      ["dict", [key, value, key, value, ...]]
+    ["list" | "tuple" | "set" | "frozenset", [value, ...]]      ["dict" | "OrderedDict", [key, value, key, value, ...]]
     ["deque", maximal length, [value, ...]]
     ["array", dtype, shape, bytes, writeable]        ["objects", shape, [value, ...]]  an array of Python objects
     ["rows", tables, longest row foreseen, columns, value of `lengths`, bytes]  a `RowTable`: only what rows own
@@ -26,7 +26,7 @@ An object met twice is one node, and one object again.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -131,8 +131,8 @@ class _Encoder:
             return [cls.__name__, self._values(value)]
         if cls is set or cls is frozenset:
             return [cls.__name__, self._values(sorted(value))]
-        if cls is dict:
-            return ["dict", self._values(part for item in value.items() for part in item)]
+        if cls is dict or cls is OrderedDict:
+            return [cls.__name__, self._values(part for item in value.items() for part in item)]
         if cls is deque:
             return ["deque", value.maxlen, self._values(value)]
         if cls is np.ndarray:

@@ -269,7 +269,7 @@ def test_install_has_the_scheduler_make_kvjax_s_manager(monkeypatch: pytest.Monk
         install()
         assert scheduler.CacheManager is CacheManager
         install(policy="kvjax")
-        assert scheduler.CacheManager.core_options["eviction_policy"] == "probation"
+        assert scheduler.CacheManager.core_options["eviction_policy"] == "learned"
         with pytest.raises(ValueError, match=r"expected policy of 'stack' .*, got 'easydel'"):
             install(policy="easydel")
         assert issubclass(scheduler.CacheManager, CacheManager)

@@ -79,7 +79,7 @@ def test_unless_asked_the_rules_are_those_of_the_release(vllm: Any, monkeypatch:
 
 def test_asked_for_the_rules_are_kvjax_s_and_hashes_the_release_s(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = {
-        "eviction_policy": "probation",
+        "eviction_policy": "learned",
         "free_order": "uncached_first",
         "retention_interval": "auto",
         "retention_ends": "all",

@@ -11,9 +11,7 @@ import pytest
 
 from kvjax.core import BlockHasher, BlockPool, KVCacheManager, Request
 from kvjax.core.eviction import LearnedPolicy
-from kvjax.core.eviction.ghosts import Ghosts
 from kvjax.core.eviction.learned_table import LearnedTable
-from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
 from tests.core.eviction.naive_learned import NEW, NaiveLearned, NaiveRun, bin_of
 from tests.core.manager.manager_lockstep import FULL, SETUPS
@@ -116,7 +114,6 @@ def test_where_a_group_forgets_lasting_blocks_go_by_lru(name: str) -> None:
         (lambda order: order.keeper.runs.children.__setitem__(2, 5), "U2: the children of a run"),
         (lambda order: order.keeper.runs._unused.append(8), "U2: run 8 has no blocks and is in use, or has some"),
         (lambda order: setattr(order.keeper.ghosts, "num_blocks", 1), "1 remembered blocks are counted"),
-        (lambda order: order.keeper.ghosts._order.clear(), "a remembered piece has no place in the order"),
     ],
 )
 def test_the_checker_sees_what_is_broken(corrupt: Any, law: str) -> None:
@@ -216,17 +213,3 @@ def test_a_block_that_was_free_before_its_twin_was_evicted_is_no_ghost_come_back
     policy.note_admission()
     policy.note_step_planned()
     assert [each.uses for each in policy.learned()] == [0, 0, 0, 0, 0]
-
-
-def test_what_is_remembered_of_claimed_ghosts_is_bounded() -> None:
-    """However often pieces are evicted and come back."""
-    ghosts = Ghosts(max_blocks=1_000)
-    for i in range(500):
-        before = len(ghosts._order)
-        ghosts.add(0, 1, [BlockHash(b"%d" % i)])
-        after = len(ghosts._order)
-        assert after <= max(64, 2 * len(ghosts))
-        assert after == before + 1 or after <= before / 2 + 1  # who passes over the order halves it
-        if i % 10:
-            ghosts.claim(0, [BlockHash(b"%d" % i)], 0)
-    ghosts.check_invariants()
