@@ -84,9 +84,9 @@ class StepTimer:
 def timed_steps() -> Iterator[StepTimer]:
     """Times the steps of all engines of the process during the block."""
     from kvjax.engine import LLMEngine
-    from kvjax.engine.host_loop import HostLoop
-    from kvjax.engine.model_runner import ModelRunner
-    from kvjax.engine.scheduler import Scheduler
+    from kvjax.engine.scheduling.scheduler import Scheduler
+    from kvjax.engine.step.host_loop import HostLoop
+    from kvjax.engine.step.model_runner import ModelRunner
 
     timer = StepTimer()
     methods: list[tuple[type, str, str]] = [

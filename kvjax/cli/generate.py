@@ -40,7 +40,7 @@ from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, FinishReason, SpeculativeConfig
-from kvjax.engine.pool_picture import pool_picture
+from kvjax.engine.front.pool_picture import pool_picture
 from kvjax.models.config import StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.replay.misses import miss_table

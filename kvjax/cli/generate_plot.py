@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.engine.stats import StepStats
+from kvjax.engine.requests.stats import StepStats
 
 HELD, CACHED, FREE, RELEASED, PREEMPTED = "#31688e", "#90c8ac", "#ebebeb", "#c96f2b", "#b02a37"
 

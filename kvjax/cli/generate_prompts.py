@@ -14,7 +14,7 @@ from typing import Any
 
 from kvjax.cli.token_text import token_id_text
 from kvjax.demo import demo_requests
-from kvjax.engine.engine_request import sample_ids
+from kvjax.engine.requests.engine_request import sample_ids
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from kvjax.core import MissReason
-from kvjax.engine.engine_request import FinishReason
-from kvjax.engine.outputs import GenerationResult
-from kvjax.engine.stats import RequestStats, StepStats
+from kvjax.engine.requests.outputs import FinishReason, GenerationResult
+from kvjax.engine.requests.stats import RequestStats, StepStats
 from kvjax.text import align_table, count_of
 
 

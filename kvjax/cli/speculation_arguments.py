@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvjax.cli.arguments import positive_int
 from kvjax.engine import SpeculativeConfig
-from kvjax.engine.speculation import Method
+from kvjax.engine.scheduling.speculation import Method
 
 METHODS: dict[str, Method] = {"prompt-lookup": "prompt_lookup", "draft-model": "draft_model"}
 DEFAULT_NUM_DRAFTS = 4

@@ -8,33 +8,39 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvjax.engine.config import EngineConfig
-from kvjax.engine.request_inputs import MultimodalInput
-from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.speculation import SpeculativeConfig
-from kvjax.engine.stats import PoolUse, RequestStats, StepStats
-from kvjax.engine.token_matcher import TokenMatcher
+from kvjax.engine.requests.request_inputs import MultimodalInput
+from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.stats import PoolUse, RequestStats, StepStats
+from kvjax.engine.requests.token_matcher import TokenMatcher
+from kvjax.engine.scheduling.speculation import SpeculativeConfig
+from kvjax.engine.step.config import EngineConfig
 
 if TYPE_CHECKING:
-    from kvjax.engine.async_llm_engine import AsyncEngineStats, AsyncLLMEngine, RequestOutput
-    from kvjax.engine.engine_request import FinishReason
-    from kvjax.engine.llm_engine import LLMEngine
-    from kvjax.engine.outputs import GenerationResult, PromptLogprobs, StepOutput, StepOutputs, TopLogprobs
-    from kvjax.engine.token_stream import StreamOutput, TokenStream
+    from kvjax.engine.front.async_llm_engine import AsyncEngineStats, AsyncLLMEngine, RequestOutput
+    from kvjax.engine.front.llm_engine import LLMEngine
+    from kvjax.engine.requests.outputs import (
+        FinishReason,
+        GenerationResult,
+        PromptLogprobs,
+        StepOutput,
+        StepOutputs,
+        TopLogprobs,
+    )
+    from kvjax.engine.requests.token_stream import StreamOutput, TokenStream
 
 _HOME_OF = {
-    "AsyncEngineStats": "async_llm_engine",
-    "AsyncLLMEngine": "async_llm_engine",
-    "RequestOutput": "async_llm_engine",
-    "FinishReason": "engine_request",
-    "GenerationResult": "outputs",
-    "LLMEngine": "llm_engine",
-    "PromptLogprobs": "outputs",
-    "StepOutput": "outputs",
-    "StepOutputs": "outputs",
-    "StreamOutput": "token_stream",
-    "TokenStream": "token_stream",
-    "TopLogprobs": "outputs",
+    "AsyncEngineStats": "front.async_llm_engine",
+    "AsyncLLMEngine": "front.async_llm_engine",
+    "RequestOutput": "front.async_llm_engine",
+    "FinishReason": "requests.outputs",
+    "GenerationResult": "requests.outputs",
+    "LLMEngine": "front.llm_engine",
+    "PromptLogprobs": "requests.outputs",
+    "StepOutput": "requests.outputs",
+    "StepOutputs": "requests.outputs",
+    "StreamOutput": "requests.token_stream",
+    "TokenStream": "requests.token_stream",
+    "TopLogprobs": "requests.outputs",
 }
 
 __all__ = [

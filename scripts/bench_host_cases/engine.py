@@ -18,11 +18,11 @@ from bench_host_cases.plain_manager import PlainRequest
 from bench_host_cases.step_inputs import NUM_REQUESTS, PlainInputs, buckets_of
 from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.device.batch import DeviceBatch, pick_bucket
-from kvjax.engine.engine_request import EngineRequest
-from kvjax.engine.host_loop import HostLoop
-from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.scheduler import Scheduler, SchedulerConfig
-from kvjax.engine.stats import RequestStats
+from kvjax.engine.requests.engine_request import EngineRequest
+from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.stats import RequestStats
+from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.step.host_loop import HostLoop
 
 NUM_TIMED = 48
 NUM_AT_ONCE = NUM_REQUESTS // 4  # prompts in one step, so that pools need room for the windows of few before they slide

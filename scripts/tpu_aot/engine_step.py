@@ -162,8 +162,8 @@ def compile_step(
     from kvjax.device import Bucket, Buckets, Placement, make_update_step
     from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
     from kvjax.device.pages import page_shapes
-    from kvjax.engine.sampler import sample
-    from kvjax.engine.sampling_table import SamplingTable
+    from kvjax.engine.sampling.sampler import sample
+    from kvjax.engine.sampling.sampling_table import SamplingTable
     from kvjax.models import ModelConfig, build_model
     from kvjax.models.sharding import param_sharding
     from kvjax.planning import Parallelism, plan_kv_cache

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.bench.step_parts import PARTS, StepTimer, timed_steps
 from kvjax.engine import LLMEngine
-from kvjax.engine.host_loop import HostLoop
+from kvjax.engine.step.host_loop import HostLoop
 
 
 def test_a_call_within_another_counts_in_itself_only() -> None:

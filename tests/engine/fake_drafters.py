@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvjax.core import KVCacheManager
-from kvjax.engine.engine_request import EngineRequest, RequestStatus
-from kvjax.engine.sampling_table import SamplingTable
-from kvjax.engine.speculation import Drafts
+from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
+from kvjax.engine.sampling.sampling_table import SamplingTable
+from kvjax.engine.scheduling.speculation import Drafts
 from tests.engine.fake_model import MAX_ROWS, VOCAB
 
 NEVER_SAMPLED = VOCAB

@@ -22,16 +22,16 @@ from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.core.step.step_plan import StepPlan
-from kvjax.engine.engine_request import EngineRequest, sample_ids
-from kvjax.engine.host_loop import HostLoop, HostStep
-from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
-from kvjax.engine.request_inputs import NO_INPUTS, RequestInputs
-from kvjax.engine.running_inputs import RunningInputs
-from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.scheduled_step import ScheduledStep
-from kvjax.engine.scheduler import Scheduler, SchedulerConfig
-from kvjax.engine.speculation import Drafter
-from kvjax.engine.stats import RequestStats
+from kvjax.engine.requests.engine_request import EngineRequest, sample_ids
+from kvjax.engine.requests.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
+from kvjax.engine.requests.request_inputs import NO_INPUTS, RequestInputs
+from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.stats import RequestStats
+from kvjax.engine.scheduling.running_inputs import RunningInputs
+from kvjax.engine.scheduling.scheduled_step import ScheduledStep
+from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.scheduling.speculation import Drafter
+from kvjax.engine.step.host_loop import HostLoop, HostStep
 from tests.engine.fake_tiers import FakeTiers
 
 BLOCK_SIZE = 4

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams, SpeculativeConfig
-from kvjax.engine.rank_loops import RankLoops
+from kvjax.engine.step.rank_loops import RankLoops
 from kvjax.errors import EngineClosedError
 from kvjax.metrics import EngineMetrics
 from kvjax.models import LoadedModel, load_model

@@ -12,7 +12,7 @@ import pytest
 
 from kvjax.device import processes
 from kvjax.engine import EngineConfig
-from kvjax.engine.agreement import Agreement, describe, settings_of
+from kvjax.engine.step.agreement import Agreement, describe, settings_of
 from kvjax.errors import DivergenceError
 from kvjax.models.config import ModelConfig
 from tests.engine.fake_model import FakeEngine

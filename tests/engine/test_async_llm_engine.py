@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvjax.engine import AsyncLLMEngine, FinishReason, GenerationResult, LLMEngine, RequestOutput, SamplingParams
-from kvjax.engine.host_loop import HostStep
-from kvjax.engine.model_runner import ModelRunner
+from kvjax.engine.step.host_loop import HostStep
+from kvjax.engine.step.model_runner import ModelRunner
 from kvjax.errors import EngineClosedError, StepFailedError
 from scripts.soak_async import Soak
 from tests.engine.engines import FEW_BLOCKS, assert_no_leak, golden_prompts, make_engine
@@ -213,7 +213,7 @@ def test_an_engine_that_is_closed_says_so_to_callers_of_then_and_later(monkeypat
         with monkeypatch.context() as patch:
             async with front:
                 plant(patch, UPDATE_STEP, {0: RuntimeError}, "before")
-                patch.setattr("kvjax.engine.model_runner.create_pages", no_memory)
+                patch.setattr("kvjax.engine.step.model_runner.create_pages", no_memory)
                 for _ in range(2):
                     with pytest.raises(EngineClosedError, match="RESOURCE_EXHAUSTED"):
                         await tokens_of(front, 0)

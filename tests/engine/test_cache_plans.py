@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvjax.engine import EngineConfig, SpeculativeConfig
-from kvjax.engine.cache_plans import plan_caches
+from kvjax.engine.step.cache_plans import plan_caches
 from kvjax.errors import MemoryBudgetError
 from kvjax.models.config import ModelConfig
 from kvjax.planning import KVCachePlan, Load

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.engine.draft_gate import FIRST_RATE, FORGETS, DraftGate
-from kvjax.engine.speculation import SpeculativeConfig
+from kvjax.engine.drafts.draft_gate import FIRST_RATE, FORGETS, DraftGate
+from kvjax.engine.scheduling.speculation import SpeculativeConfig
 
 
 def gate_of(num_rows: int, least_gain: float) -> DraftGate:

@@ -16,8 +16,8 @@ from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
 from kvjax.device.compile_counter import count_compilations
 from kvjax.engine import EngineConfig, LLMEngine, SamplingParams, SpeculativeConfig
-from kvjax.engine.draft_model import DraftModel, check_draft_model, check_speculation
-from kvjax.engine.sampling_table import SamplingTable
+from kvjax.engine.drafts.draft_model import DraftModel, check_draft_model, check_speculation
+from kvjax.engine.sampling.sampling_table import SamplingTable
 from kvjax.models import DenseAttention, load_model
 from kvjax.planning import plan_kv_cache
 from tests.models.golden_models import goldens_of, model_folder

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.core import Request
 from kvjax.core.requests.request_table import RequestTable
-from kvjax.engine.draft_requests import DraftRequests
+from kvjax.engine.drafts.draft_requests import DraftRequests
 from tests.engine.fake_model import make_manager
 
 

@@ -81,7 +81,7 @@ def test_series_go_on_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.generate(golden_prompts(NAME), SamplingParams(max_tokens=8))
     before = scrape(metrics.registry)
     with monkeypatch.context() as patch:
-        plant(patch, "kvjax.engine.model_runner.ModelRunner.read", {0: RuntimeError}, "after")
+        plant(patch, "kvjax.engine.step.model_runner.ModelRunner.read", {0: RuntimeError}, "after")
         with pytest.raises(RuntimeError):
             engine.generate(golden_prompts(NAME), SamplingParams(max_tokens=8))
     engine.generate(golden_prompts(NAME), SamplingParams(max_tokens=8))

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvjax.engine import FinishReason, LLMEngine, SamplingParams
-from kvjax.engine.sampler import sample
-from kvjax.engine.speculation import SpeculativeConfig
+from kvjax.engine.sampling.sampler import sample
+from kvjax.engine.scheduling.speculation import SpeculativeConfig
 from kvjax.errors import EngineClosedError
 from tests.engine.engines import AMPLE_BLOCKS, FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
 from tests.engine.engines import make_engine as make_text_engine
@@ -34,18 +34,18 @@ DEVICE_CALLS = (
     f"{UPDATE_STEP}.UpdateStep.__call__",
     f"{UPDATE_STEP}.edit_pages",
     f"{UPDATE_STEP}.DeviceBatch.from_plan",
-    "kvjax.engine.model_runner.ModelRunner.dispatch",
-    "kvjax.engine.model_runner.ModelRunner.read",
+    "kvjax.engine.step.model_runner.ModelRunner.dispatch",
+    "kvjax.engine.step.model_runner.ModelRunner.read",
 )
 EDIT_CALLS = ("kvjax.device.page_edits.copy_pages", "kvjax.device.page_edits.zero_pages")
 HOST_CALLS = (
-    "kvjax.engine.scheduler.Scheduler.schedule",
-    "kvjax.engine.scheduler.Scheduler.start",
-    "kvjax.engine.scheduler.Scheduler.update",
-    "kvjax.engine.host_loop.build_step_plan",
-    "kvjax.engine.host_loop.HostLoop.begin_step",
-    "kvjax.engine.host_loop.HostLoop.end_step",
-    "kvjax.engine.sampling_table.SamplingTable.batch",
+    "kvjax.engine.scheduling.scheduler.Scheduler.schedule",
+    "kvjax.engine.scheduling.scheduler.Scheduler.start",
+    "kvjax.engine.scheduling.scheduler.Scheduler.update",
+    "kvjax.engine.step.host_loop.build_step_plan",
+    "kvjax.engine.step.host_loop.HostLoop.begin_step",
+    "kvjax.engine.step.host_loop.HostLoop.end_step",
+    "kvjax.engine.sampling.sampling_table.SamplingTable.batch",
     "kvjax.core.manager.kv_cache_manager.KVCacheManager.plan_step",
     "kvjax.core.manager.kv_cache_manager.KVCacheManager.allocate_slots",
     "kvjax.core.manager.kv_cache_manager.KVCacheManager.free",
@@ -158,7 +158,7 @@ def test_the_id_of_a_request_whose_end_nobody_has_heard_of_is_in_use(monkeypatch
     engine = make_engine(async_scheduling=False)
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=1), request_id="a")
     with monkeypatch.context() as patch:
-        plant(patch, "kvjax.engine.host_loop.HostLoop.end_step", {0: RuntimeError}, "after")
+        plant(patch, "kvjax.engine.step.host_loop.HostLoop.end_step", {0: RuntimeError}, "after")
         with pytest.raises(RuntimeError, match="planted"):
             engine.step()
     assert engine.num_unfinished == 0
@@ -170,7 +170,7 @@ def test_the_id_of_a_request_whose_end_nobody_has_heard_of_is_in_use(monkeypatch
 
 
 @pytest.mark.parametrize(
-    "target", ["kvjax.engine.host_loop.build_step_plan", "kvjax.engine.model_runner.ModelRunner.dispatch"]
+    "target", ["kvjax.engine.step.host_loop.build_step_plan", "kvjax.engine.step.model_runner.ModelRunner.dispatch"]
 )
 def test_what_an_undispatched_step_would_have_computed_is_no_hit(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(async_scheduling=False)
@@ -220,13 +220,13 @@ def make_drafting_engine(method: Any, async_scheduling: bool) -> LLMEngine:
 
 
 DRAFT_CALLS = (
-    ("prompt_lookup", "kvjax.engine.prompt_lookup.PromptLookup.propose"),
-    ("prompt_lookup", "kvjax.engine.prompt_lookup.PromptLookup.settle"),
+    ("prompt_lookup", "kvjax.engine.drafts.prompt_lookup.PromptLookup.propose"),
+    ("prompt_lookup", "kvjax.engine.drafts.prompt_lookup.PromptLookup.settle"),
     ("prompt_lookup", "kvjax.core.manager.kv_cache_manager.KVCacheManager.settle_drafts"),
     ("prompt_lookup", DEVICE_CALLS[0]),
     ("prompt_lookup", HOST_CALLS[2]),
-    ("draft_model", "kvjax.engine.draft_model.DraftModel.propose"),
-    ("draft_model", "kvjax.engine.draft_model.DraftModel.settle"),
+    ("draft_model", "kvjax.engine.drafts.draft_model.DraftModel.propose"),
+    ("draft_model", "kvjax.engine.drafts.draft_model.DraftModel.settle"),
     ("draft_model", DEVICE_CALLS[0]),
     ("draft_model", HOST_CALLS[2]),
 )
@@ -363,8 +363,8 @@ INPUTS = {
     ("kind", "target"),
     [
         ("encoder", "kvjax.device.encoder_step.EncoderStep.__call__"),
-        ("vectors", "kvjax.engine.model_runner.EmbedBuffer.write"),
-        ("vectors", "kvjax.engine.running_inputs.RunningInputs.take"),
+        ("vectors", "kvjax.engine.step.model_runner.EmbedBuffer.write"),
+        ("vectors", "kvjax.engine.scheduling.running_inputs.RunningInputs.take"),
     ],
 )
 @pytest.mark.parametrize("number", [0, 2])
@@ -399,7 +399,7 @@ def test_without_memory_for_pages_the_engine_says_that_it_is_closed(monkeypatch:
         def no_memory(*args: object) -> None:
             raise RuntimeError("RESOURCE_EXHAUSTED")
 
-        patch.setattr("kvjax.engine.model_runner.create_pages", no_memory)
+        patch.setattr("kvjax.engine.step.model_runner.create_pages", no_memory)
         with pytest.raises(RuntimeError, match="planted"):
             engine.step()
         for call in (engine.step, lambda: engine.generate([[1]]), lambda: engine.add_request([1]), engine.reset):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvjax.core import Request
-from kvjax.engine import host_loop
-from kvjax.engine.engine_request import EngineRequest
-from kvjax.engine.running_rows import RunningRows
-from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.stats import RequestStats
+from kvjax.engine.requests.engine_request import EngineRequest
+from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.stats import RequestStats
+from kvjax.engine.scheduling.running_rows import RunningRows
+from kvjax.engine.step import host_loop
 from tests.engine.fake_model import FakeEngine
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvjax.core import KVCacheManager
-from kvjax.engine.engine_request import RequestStatus
-from kvjax.engine.prompt_lookup import PromptLookup
-from kvjax.engine.request_inputs import RequestInputs
-from kvjax.engine.speculation import SpeculativeConfig
+from kvjax.engine.drafts.prompt_lookup import PromptLookup
+from kvjax.engine.requests.engine_request import RequestStatus
+from kvjax.engine.requests.request_inputs import RequestInputs
+from kvjax.engine.scheduling.speculation import SpeculativeConfig
 from kvjax.errors import InvariantError
 from tests.engine.fake_model import FakeEngine, expected_output, expected_output_with_states
 from tests.engine.fake_tiers import FakeTiers

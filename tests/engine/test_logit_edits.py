@@ -11,12 +11,12 @@ import pytest
 from kvjax.core import Request
 from kvjax.device import Placement
 from kvjax.engine import SamplingParams
-from kvjax.engine.engine_request import EngineRequest, RequestStatus
-from kvjax.engine.sampler import sample
-from kvjax.engine.sampler_lines import SamplerLines, SamplerSizes, SamplerWrites, TokenWrites
-from kvjax.engine.sampler_state import TOKEN_COLUMNS, SamplerState
-from kvjax.engine.sampling_table import SamplingBatch
-from kvjax.engine.stats import RequestStats
+from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
+from kvjax.engine.requests.stats import RequestStats
+from kvjax.engine.sampling.sampler import sample
+from kvjax.engine.sampling.sampler_lines import SamplerLines, SamplerSizes, SamplerWrites, TokenWrites
+from kvjax.engine.sampling.sampler_state import TOKEN_COLUMNS, SamplerState
+from kvjax.engine.sampling.sampling_table import SamplingBatch
 from tests.engine.naive_sampler import chosen, edited
 
 VOCAB = 45  # no multiple of 32

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax.engine import FinishReason, LLMEngine, SamplingParams
-from kvjax.engine.output_text import OutputText
+from kvjax.engine.requests.output_text import OutputText
 from kvjax.models.tokenizer import Tokenizer
 from tests.engine.engines import (
     assert_no_leak,

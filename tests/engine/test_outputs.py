@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.engine.outputs import NO_OUTPUTS, StepOutput, StepOutputs
+from kvjax.engine.requests.outputs import NO_OUTPUTS, StepOutput, StepOutputs
 from tests.engine.fake_model import FakeEngine
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvjax.core import Request
-from kvjax.engine.engine_request import EngineRequest, RequestStatus
-from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.stats import RequestStats
-from kvjax.engine.waiting_queue import WaitingQueue
+from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
+from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.stats import RequestStats
+from kvjax.engine.scheduling.waiting_queue import WaitingQueue
 from kvjax.errors import InvariantError
 from tests.engine.engines import assert_no_leak, golden_prompts, make_engine
 from tests.engine.fake_model import FakeEngine, expected_output, expected_output_with_states

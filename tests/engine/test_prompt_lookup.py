@@ -7,12 +7,12 @@ import pytest
 
 from kvjax.core import Request
 from kvjax.core.requests.request_table import RequestTable
-from kvjax.engine.engine_request import EngineRequest
-from kvjax.engine.prompt_lookup import PromptLookup
-from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.sampling_table import SamplingTable
-from kvjax.engine.speculation import SpeculativeConfig
-from kvjax.engine.stats import RequestStats
+from kvjax.engine.drafts.prompt_lookup import PromptLookup
+from kvjax.engine.requests.engine_request import EngineRequest
+from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.stats import RequestStats
+from kvjax.engine.sampling.sampling_table import SamplingTable
+from kvjax.engine.scheduling.speculation import SpeculativeConfig
 
 MAX_LEN = 600
 
@@ -135,7 +135,7 @@ def test_asking_twice_answers_twice() -> None:
 
 def test_long_rows_share_slots_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains of many n-grams: eight slots for hundreds of them, several new ones at once."""
-    monkeypatch.setattr("kvjax.engine.prompt_lookup.MAX_SLOTS", 8)
+    monkeypatch.setattr("kvjax.engine.drafts.prompt_lookup.MAX_SLOTS", 8)
     config, rng = SpeculativeConfig(max_ngram=3, min_ngram=2), np.random.default_rng(1)
     rows = Rows(config)
     rows.start(rng.integers(0, 12, 150).tolist())

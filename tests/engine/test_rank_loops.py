@@ -12,11 +12,11 @@ import pytest
 from kvjax.core import StepPlan
 from kvjax.device import Bucket, Buckets, DeviceBatch
 from kvjax.device.rank_batches import join_batches, pick_bucket_of_ranks
-from kvjax.engine.loop_parts import check_parts
-from kvjax.engine.rank_inputs import DeviceInputs
-from kvjax.engine.rank_loops import RankLoops, RankSteps, part_of
-from kvjax.engine.sampler_lines import LineWrite, SamplerSizes, SamplerWrites, TokenWrites
-from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
+from kvjax.engine.sampling.sampler_lines import LineWrite, SamplerSizes, SamplerWrites, TokenWrites
+from kvjax.engine.sampling.sampling_table import SamplingBatch, SamplingTable
+from kvjax.engine.step.loop_parts import check_parts
+from kvjax.engine.step.rank_inputs import DeviceInputs
+from kvjax.engine.step.rank_loops import RankLoops, RankSteps, part_of
 from kvjax.errors import BlockStateError, UnknownRequestError
 from kvjax.metrics import KVCacheMetrics
 from tests.engine.fake_model import FakeEngine, expected_output, logprobs_of

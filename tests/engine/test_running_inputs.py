@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvjax.engine.request_inputs import NO_INPUTS, RequestInputs
-from kvjax.engine.running_inputs import RunningInputs
+from kvjax.engine.requests.request_inputs import NO_INPUTS, RequestInputs
+from kvjax.engine.scheduling.running_inputs import RunningInputs
 from kvjax.errors import InvariantError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvjax.engine.engine_request import FinishReason
+from kvjax.engine.requests.outputs import FinishReason
 from tests.engine.fake_model import FakeEngine, expected_output
 from tests.engine.test_scheduler import workload
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.engine.sampler import first_best, sample
-from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
+from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.sampling.sampler import first_best, sample
+from kvjax.engine.sampling.sampling_table import SamplingBatch, SamplingTable
 
 VOCAB = 12
 SIZE = 16

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvjax.engine import LLMEngine, SamplingParams
-from kvjax.engine.sampler_lines import MAX_EDITS
+from kvjax.engine.sampling.sampler_lines import MAX_EDITS
 from tests.engine.engines import assert_no_leak, make_engine
 
 NAME = "llama"

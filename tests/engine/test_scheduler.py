@@ -14,12 +14,13 @@ from kvjax.core import (
     Request,
     SinkFullAttentionSpec,
 )
-from kvjax.engine.admission import RETRY_STEPS
-from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
-from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.scheduled_step import ScheduledStep
-from kvjax.engine.scheduler import Scheduler, SchedulerConfig
-from kvjax.engine.stats import RequestStats
+from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
+from kvjax.engine.requests.outputs import FinishReason
+from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.stats import RequestStats
+from kvjax.engine.scheduling.admission import RETRY_STEPS
+from kvjax.engine.scheduling.scheduled_step import ScheduledStep
+from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.engine.fake_model import BLOCK_SIZE, VOCAB, FakeEngine, expected_output
 
 Workload = list[tuple[str, list[int], int]]

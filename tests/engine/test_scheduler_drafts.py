@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from kvjax.core import Request
-from kvjax.engine.draft_shares import levelled
-from kvjax.engine.engine_request import FinishReason, RequestStatus
+from kvjax.engine.requests.engine_request import RequestStatus
+from kvjax.engine.requests.outputs import FinishReason
+from kvjax.engine.scheduling.draft_shares import levelled
 from tests.engine.fake_drafters import FakeDrafter, Say, all_right, all_wrong, some_right
 from tests.engine.fake_model import (
     FakeEngine,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvjax.engine import EngineConfig
-from kvjax.engine.speculation import SpeculativeConfig
+from kvjax.engine.scheduling.speculation import SpeculativeConfig
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import pytest
 
 from kvjax.core import RequestTable
 from kvjax.engine import GenerationResult, LLMEngine, SamplingParams, SpeculativeConfig, llm_engine
-from kvjax.engine.engine_request import EngineRequest
-from kvjax.engine.sampling_table import SamplingTable
-from kvjax.engine.speculation import Drafts
+from kvjax.engine.requests.engine_request import EngineRequest
+from kvjax.engine.sampling.sampling_table import SamplingTable
+from kvjax.engine.scheduling.speculation import Drafts
 from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
 from tests.engine.failures import plant
 from tests.engine.test_sampling_requests import Digits
@@ -195,12 +195,12 @@ def test_requests_with_a_matcher_are_not_drafted_for() -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        "kvjax.engine.draft_shares.DraftShares.allocate",
-        "kvjax.engine.host_loop.HostLoop._propose",
-        "kvjax.engine.model_runner.ModelRunner.dispatch",
+        "kvjax.engine.scheduling.draft_shares.DraftShares.allocate",
+        "kvjax.engine.step.host_loop.HostLoop._propose",
+        "kvjax.engine.step.model_runner.ModelRunner.dispatch",
         "kvjax.core.manager.kv_cache_manager.KVCacheManager.settle_drafts",
-        "kvjax.engine.token_delivery.TokenDelivery._give",
-        "kvjax.engine.token_delivery.TokenDelivery._tell_drafter",
+        "kvjax.engine.scheduling.token_delivery.TokenDelivery._give",
+        "kvjax.engine.scheduling.token_delivery.TokenDelivery._tell_drafter",
     ],
 )
 def test_a_step_with_drafts_that_is_broken_off_is_undone(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.engine.engine_request import FinishReason
-from kvjax.engine.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.requests.outputs import FinishReason
+from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.engine.fake_model import FakeEngine, expected_output_with_states, make_manager
 from tests.engine.test_scheduler import workload
 

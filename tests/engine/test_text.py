@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax.engine.pool_picture import CACHED, FREE, HELD, pool_picture
-from kvjax.engine.stats import PoolUse, RequestStats, StepStats
+from kvjax.engine.front.pool_picture import CACHED, FREE, HELD, pool_picture
+from kvjax.engine.requests.stats import PoolUse, RequestStats, StepStats
 
 
 def step_stats(held: int, cached: int, free: int, **kwargs: int) -> StepStats:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvjax.engine.text_stream import CONTEXT_TOKENS, MAX_TAIL, REPLACEMENT, TextStream, text_context
+from kvjax.engine.requests.text_stream import CONTEXT_TOKENS, MAX_TAIL, REPLACEMENT, TextStream, text_context
 from kvjax.models.open_tokens import OpenTokens
 from kvjax.models.tokenizer import Tokenizer
 from tests.engine.tokenizer_kinds import KINDS, STREAMED_KINDS, UNKNOWN, random_tokens, tokenizer_of

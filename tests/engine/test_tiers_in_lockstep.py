@@ -18,10 +18,10 @@ import pytest
 from kvjax.core import BlockHasher
 from kvjax.device import KVPages
 from kvjax.engine import LLMEngine
-from kvjax.engine.agreement import describe
-from kvjax.engine.host_loop import HostStep
-from kvjax.engine.rank_loops import RankSteps
-from kvjax.engine.scheduler import Scheduler
+from kvjax.engine.scheduling.scheduler import Scheduler
+from kvjax.engine.step.agreement import describe
+from kvjax.engine.step.host_loop import HostStep
+from kvjax.engine.step.rank_loops import RankSteps
 from kvjax.tiers.common_index import CommonIndex
 from kvjax.tiers.common_pace import CommonPace
 from kvjax.tiers.config import TierConfig

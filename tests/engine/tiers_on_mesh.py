@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.engine import LLMEngine, SamplingParams
-from kvjax.engine.rank_loops import RankLoops
+from kvjax.engine.step.rank_loops import RankLoops
 from kvjax.models import load_model
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.tiers import Tiers

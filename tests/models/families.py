@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, MultimodalInput, SamplingParams
-from kvjax.engine.host_loop import HostStep
-from kvjax.engine.model_runner import ModelRunner
-from kvjax.engine.sampler import sample
-from kvjax.engine.sampling_table import SamplingBatch
+from kvjax.engine.sampling.sampler import sample
+from kvjax.engine.sampling.sampling_table import SamplingBatch
+from kvjax.engine.step.host_loop import HostStep
+from kvjax.engine.step.model_runner import ModelRunner
 from kvjax.models import LoadedModel, StreamingWindow, load_model
 from tests.models.golden_models import Golden, goldens_of, model_folder
 

@@ -17,9 +17,9 @@ from flax import nnx
 
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.engine import LLMEngine, SpeculativeConfig, llm_engine
-from kvjax.engine.engine_request import EngineRequest
-from kvjax.engine.sampling_table import SamplingTable
-from kvjax.engine.speculation import Drafts
+from kvjax.engine.requests.engine_request import EngineRequest
+from kvjax.engine.sampling.sampling_table import SamplingTable
+from kvjax.engine.scheduling.speculation import Drafts
 from kvjax.models import LoadedModel, build_model
 from kvjax.models.config import ModelConfig
 from tests.models.configs import llama_dict

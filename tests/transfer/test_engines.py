@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from kvjax.device import Placement
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
-from kvjax.engine.engine_weights import EngineWeights
+from kvjax.engine.front.engine_weights import EngineWeights
 from kvjax.errors import TransferError
 from kvjax.models import load_model
 from kvjax.transfer import (

@@ -1,0 +1,1 @@
+"""What callers hold: the engine, its form for asyncio, and its life between runs."""

@@ -1,0 +1,166 @@
+"""How one request's tokens are chosen, when it ends, and what comes back beside its tokens.
+
+Flow:    caller -> [SamplingParams] -> RequestMaker (checks) -> SamplingTable, SamplerLines (host) -> sampler (jit)
+Source:  vLLM SamplingParams (names, defaults and ranges)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvjax.engine.requests.known_names import check_names
+from kvjax.engine.requests.token_matcher import TokenMatcher
+
+MAX_SEED = 2**32 - 1
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What one request asks of the sampler.
+
+    Logits are changed in this order: bias, repetition penalty, frequency and presence penalties, tokens that may not be
+    chosen. A request ends with the first of: `max_tokens` tokens, a token of `stop_token_ids`, the model's
+    end-of-sequence token, a stop string in its text.
+
+    Args:
+        n: samples of the prompt, each a request, of the seeds `seed`, `seed + 1`, ...; the prompt is computed once for
+            those that find room when it is.
+        max_tokens: most output tokens.
+        min_tokens: output tokens before which no stop token and no stop string ends the request.
+        temperature: 0 is greedy.
+        top_p: share of the probability that the best tokens kept have together; 1 keeps every token.
+        top_k: best tokens that are kept; 0 keeps every token.
+        min_p: least share of the best token's probability; 0 keeps every token.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted for each time that a token is in the output.
+        repetition_penalty: divides the positive logits of tokens in prompt or output, and multiplies the negative ones.
+        logit_bias: added to logits, by token id.
+        allowed_token_ids: other tokens are never chosen; None: all are allowed.
+        bad_token_ids: tokens that are never chosen.
+        token_matcher: makes an object that follows one sample and forbids tokens (`TokenMatcher`). A step of such a
+            request waits for the token before it, so it gains nothing by `async_scheduling`.
+        seed: None: from the engine's seed and the place in the order of submission.
+        stop: strings that end the request; they are no part of its text.
+        include_stop_str_in_output: whether the text contains the stop string.
+        stop_token_ids: tokens that end the request; they are part of the output.
+        ignore_eos: whether the model's end-of-sequence token does not end the request.
+        logprobs: best tokens at each output token whose log-probabilities come back, under the model: temperature 1,
+            nothing masked. Those of output tokens themselves always come.
+        prompt_logprobs: likewise at each prompt token.
+        stream_text: whether steps bring the text that they complete (`StepOutput.text`).
+        skip_special_tokens: whether text leaves special tokens out.
+
+    Raises:
+        ValueError: a name is unknown, a value is outside its range, a stop string has no text, or values contradict
+            each other.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_token_ids: tuple[int, ...] = ()
+    token_matcher: Callable[[], TokenMatcher] | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stream_text: bool = False
+    skip_special_tokens: bool = True
+
+    def __new__(cls, **values: Any) -> SamplingParams:
+        """An object without values: `__init__` would refuse an unknown name by a TypeError that tells no other."""
+        check_names("sampling parameters", values, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"expected a finite temperature >= 0 (0 is greedy), got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"expected top_p in (0, 1], got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"expected min_p in [0, 1], got {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
+                raise ValueError(f"expected {name} in [-2, 2], got {getattr(self, name)}")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"expected a finite repetition_penalty > 0 (1 is none), got {self.repetition_penalty}")
+        if self.seed is not None and not 0 <= operator.index(self.seed) <= MAX_SEED:
+            raise ValueError(f"expected seed in [0, {MAX_SEED}], got {self.seed}")
+        self._set("logit_bias", _as_bias(self.logit_bias))
+        self._set("stop", _as_stop_strings(self.stop))
+        for name in ("stop_token_ids", "bad_token_ids"):
+            self._set(name, _as_ids(getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _as_ids(self.allowed_token_ids))
+            if not set(self.allowed_token_ids) - set(self.bad_token_ids):
+                raise ValueError("expected allowed_token_ids that bad_token_ids do not all forbid, got none")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as it is once checked."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens before them beside what the model computes."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def asks_for_state(self) -> bool:
+        """Whether it has penalties, `min_p`, `logprobs` or a matcher, which are in the sampler's state."""
+        return self.has_penalties or self.min_p > 0 or bool(self.logprobs) or self.token_matcher is not None
+
+    def _check_counts(self) -> None:
+        for name, least in (("n", 1), ("max_tokens", 1), ("min_tokens", 0)):
+            if operator.index(getattr(self, name)) < least:
+                raise ValueError(f"expected {name} >= {least}, got {getattr(self, name)}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"expected min_tokens of at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        if operator.index(self.top_k) < 0:
+            raise ValueError(f"expected top_k >= 0 (0 keeps every token), got {self.top_k}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and operator.index(value) < 0:
+                raise ValueError(f"expected {name} >= 0 or None, got {value}")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _as_ids(token_ids: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(operator.index(token) for token in token_ids)
+
+
+def _as_bias(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
+    bias = {operator.index(token): float(value) for token, value in logit_bias.items()}
+    for token, value in bias.items():
+        if math.isnan(value) or abs(value) > MAX_BIAS:
+            raise ValueError(f"expected logit_bias in [-100, 100], got {value} for token {token}")
+    return bias
+
+
+def _as_stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for one in strings:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"expected stop strings of at least one character, got {one!r}")
+    return strings

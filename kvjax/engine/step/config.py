@@ -1,0 +1,154 @@
+"""Settings of an engine.
+
+Flow:    caller or command line -> [EngineConfig] -> LLMEngine -> KVCachePlan, Scheduler, ModelRunner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
+from kvjax.core.manager.manager_options import ManagerOptions
+from kvjax.core.manager.release_rules import RELEASES
+from kvjax.engine.scheduling.speculation import SpeculativeConfig
+from kvjax.planning.load import USUAL_TOKENS
+from kvjax.tiers.config import TierConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine may use and how it schedules.
+
+    Args:
+        block_size: tokens of a page on a device; a block has as many on each of the context ranks that share it.
+        num_blocks: block ids of the cache, the null block included; give this or `memory_bytes`.
+        memory_bytes: bytes of each device for the cache.
+        max_model_len: most tokens of a request.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of a step.
+        enable_prefix_caching: whether later requests may hit the blocks of earlier ones.
+        sub_block_hits: whether a hit may end inside a block, whose page is then copied.
+        eviction_policy: which free block is used next: a name of `EVICTION_POLICIES`.
+        release: a release of vLLM whose exact rules say what is cached and evicted instead.
+        miss_reasons: whether the manager explains every lookup, which takes some 200 us each.
+        zero_new_pages: whether a page is zeroed before a request first uses it, so that nobody reads what another left.
+        max_embedding_rows: most vectors in place of tokens of one request, and of all whose prompts are being computed.
+        watermark: share of a pool that admissions leave free for running requests; it never holds up the first request
+            of an idle step.
+        tokens_per_checkpoint: where several pools share the memory, they keep a checkpoint for so many tokens (`Load`).
+        dtype: of the cache; None: that of the loaded weights.
+        hybrid: whether windows free what they passed. Without it they keep every token in the full layers' table.
+        seed: of sampling and of block hashes.
+        hash_algorithm: of block hashes.
+        async_scheduling: whether a step starts before the tokens of the one before it are read. The price is a step's
+            delay, and a step in vain for each request that ends by a stop token.
+        max_buckets: most programs that warm-up compiles.
+        max_logprobs: most best tokens whose log-probabilities a request may ask for; 0 compiles steps without them.
+        num_step_stats: steps that are remembered.
+        speculative: drafts for requests that decode; tokens are the same with and without. Such a request is in one
+            step at a time.
+        tiers: keep cached blocks that the pools have no room for in host memory and on disk.
+        compiler_options: XLA's options by name for the programs of steps. An unknown one raises when the first step is
+            compiled.
+        steps_between_checks: processes that share a mesh compare their plans every so many steps.
+
+    Raises:
+        ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    max_model_len: int = 2048
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    sub_block_hits: bool = False
+    eviction_policy: str = DEFAULT_POLICY
+    release: str | None = None
+    miss_reasons: bool = False
+    zero_new_pages: bool = False
+    max_embedding_rows: int = 4096
+    watermark: float = 0.01
+    tokens_per_checkpoint: int = USUAL_TOKENS
+    dtype: str | None = None
+    hybrid: bool = True
+    seed: int = 0
+    hash_algorithm: str = "sha256_cbor"
+    async_scheduling: bool = False
+    max_buckets: int = 24
+    max_logprobs: int = 0
+    num_step_stats: int = 100_000
+    speculative: SpeculativeConfig | None = None
+    tiers: TierConfig | None = None
+    compiler_options: Mapping[str, bool | int | float | str] | None = field(default=None, hash=False)
+    steps_between_checks: int = 16
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Steps that may be scheduled before the first of them is read."""
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a request in a step."""
+        return 0 if self.speculative is None else self.speculative.num_drafts
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Most tokens that steps in flight add."""
+        return self.max_num_batched_tokens * self.max_steps_in_flight
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Arguments of `KVCacheManager` that say what is cached and evicted."""
+        return {"eviction_policy": self.eviction_policy} if self.release is None else ManagerOptions.vllm(self.release)
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "block_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_buckets",
+            "steps_between_checks",
+            "tokens_per_checkpoint",
+        )
+        for name in (*sizes, "max_embedding_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"expected max_num_batched_tokens >= max_num_seqs (a token per running request), "
+                f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
+            )
+        if (self.num_blocks is None) == (self.memory_bytes is None):
+            raise ValueError(
+                f"expected one of num_blocks and memory_bytes, got {self.num_blocks} and {self.memory_bytes}"
+            )
+        if self.speculative is not None:
+            for name in ("max_num_batched_tokens", "max_model_len"):
+                most, value = self.speculative.num_drafts, getattr(self, name)
+                if value <= most:
+                    raise ValueError(f"expected {name} > {most} (num_drafts), got {value}")
+        if self.tiers is not None and (self.sub_block_hits or not self.enable_prefix_caching):
+            raise ValueError(
+                f"expected enable_prefix_caching=True and sub_block_hits=False with tiers, got "
+                f"{self.enable_prefix_caching} and {self.sub_block_hits}; tiers keep whole blocks"
+            )
+        if self.sub_block_hits and not self.enable_prefix_caching:
+            raise ValueError("expected enable_prefix_caching=True with sub_block_hits=True, got False")
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(
+                f"expected eviction_policy of {', '.join(EVICTION_POLICIES)}, got {self.eviction_policy!r}"
+            )
+        if self.release is not None and self.release not in RELEASES:
+            raise ValueError(f"expected release of {', '.join(RELEASES)} or None, got {self.release!r}")
+        if self.max_logprobs < 0:
+            raise ValueError(f"expected max_logprobs >= 0, got {self.max_logprobs}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"expected seed in [0, 2**32), got {self.seed}")
