@@ -14,9 +14,8 @@ import argparse
 import importlib
 import json
 import os
-import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -26,12 +25,12 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the cases, from whichever directory this is started
 
-import bench_host_cases
 from bench_host_cases.case import BenchCase
 
 from kvjax.cli.output_files import output_file
 
-VLLM_MODULES = ("admission", "decoding", "hashing", "pool", "prompts")  # of cases that vLLM has a counterpart of
+VLLM_MODULES = ("decoding", "pool", "prompts")  # of cases that vLLM has a counterpart of; they need no jax
+MODULES = (*VLLM_MODULES, "engine", "step_inputs")
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,10 @@ class Result:
     vllm_us: float | None = None
 
 
-def all_cases(names: Sequence[str] | None = None) -> list[BenchCase]:
-    """The cases of those modules of the package; of all but vLLM's own."""
-    if names is None:
-        found = pkgutil.iter_modules(bench_host_cases.__path__)
-        names = sorted(module.name for module in found if module.name not in ("case", "vllm_manager"))
+def all_cases(names: Sequence[str] = MODULES) -> list[BenchCase]:
+    """The cases of these modules."""
     modules = [importlib.import_module(f"bench_host_cases.{name}") for name in names]
-    return [case for module in modules if hasattr(module, "cases") for case in module.cases()]
+    return [case for module in modules for case in module.cases()]
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -59,9 +55,9 @@ def matches(name: str, pattern: str) -> bool:
     return pattern in name or fnmatchcase(name, pattern)
 
 
-def measure(case: BenchCase, runs: int, vllm: Callable[[], list[float]] | None = None) -> Result:
-    """Runs a case, its baseline and vLLM's code in turns."""
-    calls = [case.run, case.baseline, *([] if vllm is None else [vllm])]
+def measure(case: BenchCase, runs: int, *, vllm: bool = False) -> Result:
+    """Runs a case, its baseline and, where asked for, vLLM's code in turns."""
+    calls = [case.run, case.baseline, *([case.vllm] if vllm and case.vllm is not None else [])]
     rounds = [[median(call()) for call in calls] for _ in range(runs)]
     ours, baseline, *others = (round(min(medians), 3) for medians in zip(*rounds, strict=True))
     return Result(case.name, ours, baseline, runs, *others)
@@ -105,14 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.runs < 1:
         parser.error(f"expected --runs of at least 1, got {options.runs}")
-    vllm: dict[str, Callable[[], list[float]]] = {}
-    if options.vllm is None:
-        candidates = all_cases()
-    else:
-        if find_spec("vllm") is None:
-            run_beside_vllm(options.vllm, sys.argv[1:] if arguments is None else arguments)
-        vllm = importlib.import_module("bench_host_cases.vllm_manager").counterparts()
-        candidates = [case for case in all_cases(VLLM_MODULES) if case.name in vllm]
+    vllm = options.vllm is not None
+    if vllm and find_spec("vllm") is None:
+        run_beside_vllm(options.vllm, sys.argv[1:] if arguments is None else arguments)
+    candidates = [case for case in all_cases(VLLM_MODULES) if case.vllm is not None] if vllm else all_cases()
     cases = [case for case in candidates if options.only is None or matches(case.name, options.only)]
     if not cases:
         parser.error(f"no case matches {options.only!r}; --list names them")
@@ -124,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'case':40} {'median us':>12} {'baseline us':>14} {'ratio':>9}{own}", flush=True)
     results = []
     for case in cases:
-        results.append(measure(case, options.runs, vllm.get(case.name)))
+        results.append(measure(case, options.runs, vllm=vllm))
         print(row(results[-1]), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps([known_fields(result) for result in results], indent=2) + "\n")

@@ -12,9 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from bench_host_cases.case import BenchCase, collector_off, sample_us, time_us
-from bench_host_cases.decoding import NUM_STEPS, SHAPES, VOCABULARY, PlainDecoding, Shape
-from bench_host_cases.plain_manager import PlainRequest
+from bench_host_cases.case import BenchCase, sample_us
+from bench_host_cases.plain_side import PlainDecoding, PlainRequest
+from bench_host_cases.shapes import NUM_STEPS, SHAPES, VOCABULARY, Shape
 from bench_host_cases.step_inputs import NUM_REQUESTS, PlainInputs, buckets_of
 from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.device.batch import DeviceBatch, pick_bucket
@@ -88,12 +88,10 @@ class Engine:
 
 def engine_step_samples(shape: Shape) -> list[float]:
     engine = Engine(shape)
-    samples = []
-    with collector_off():
-        for _ in range(NUM_TIMED):
-            step = partial(engine.step, engine.tokens(), engine.logprobs())
-            samples.append(time_us(step))
-    return samples
+    drawn: list[tuple[np.ndarray, np.ndarray]] = []
+    return sample_us(
+        lambda: engine.step(*drawn.pop()), NUM_TIMED, lambda: drawn.append((engine.tokens(), engine.logprobs()))
+    )
 
 
 @dataclass
@@ -120,13 +118,13 @@ class PlainEngine:
         manager, scheduled = self.decoding.manager, []
         for request in self.decoding.requests:
             request.num_tokens += 1
-            if manager.allocate_slots(request, request.num_tokens - request.num_computed) is not None:
+            if manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens) is not None:
                 scheduled.append(request)
         sampling = [np.array(values, np.float32) for values in zip(*[(1.0, 1.0, 0, 7) for _ in scheduled], strict=True)]
         if len([*self.inputs(), *sampling]) < len(sampling):
             raise AssertionError("no inputs")
         for request in scheduled:
-            request.num_computed = request.num_tokens
+            request.num_computed_tokens = request.num_tokens
         return [self.update(*line) for line in zip(scheduled, self.tokens, self.logprobs, strict=True)]
 
     def update(self, request: PlainRequest, token_id: int, logprob: float) -> PlainOutput:

@@ -122,8 +122,8 @@ def test_preparation_is_not_timed(driver: ModuleType) -> None:
 
 def test_a_figure_is_the_least_of_the_rounds_medians(driver: ModuleType) -> None:
     ours, theirs = iter([[9.0, 8.0, 7.0], [4.0, 2.0, 3.0]]), iter([[5.0], [6.0]])
-    case = driver.BenchCase("a", lambda: next(ours), lambda: [1.0])
-    result = driver.measure(case, 2, lambda: next(theirs))
+    case = driver.BenchCase("a", lambda: next(ours), lambda: [1.0], lambda: next(theirs))
+    result = driver.measure(case, 2, vllm=True)
     assert (result.median_us, result.baseline_us, result.vllm_us) == (3.0, 1.0, 5.0)
     assert driver.row(result).split()[-2:] == ["5.0", "1.7x"]
 
