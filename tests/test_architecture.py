@@ -174,7 +174,7 @@ def test_modules_in_rooms_import_each_other_in_no_circle() -> None:
     order.prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("tree", ["kvjax/engine"])
+@pytest.mark.parametrize("tree", ["kvjax/engine", "tests/engine"])
 def test_folders_stay_small(tree: str) -> None:
     """A reader takes in a folder at a glance."""
     folders = Counter(path.parent for path in (ROOT / tree).rglob("*.py"))

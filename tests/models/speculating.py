@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 
 from kvjax.core.requests.request_table import RequestTable
-from kvjax.engine import LLMEngine, SpeculativeConfig, llm_engine
+from kvjax.engine import LLMEngine, SpeculativeConfig
+from kvjax.engine.front import llm_engine
 from kvjax.engine.requests.engine_request import EngineRequest
 from kvjax.engine.sampling.sampling_table import SamplingTable
 from kvjax.engine.scheduling.speculation import Drafts

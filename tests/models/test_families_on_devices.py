@@ -1,7 +1,7 @@
 """Every family on four devices gives the tokens of one, which are Hugging Face's.
 
 Without `-m sweep` one family with latents and one with KV heads and recurrent states; with it all. Windows on four
-devices: tests/engine/test_mesh.py.
+devices: tests/engine/mesh/test_mesh.py.
 """
 
 from __future__ import annotations

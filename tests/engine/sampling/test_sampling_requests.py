@@ -12,7 +12,7 @@ from kvjax.device import count_compilations
 from kvjax.engine import FinishReason, LLMEngine, SamplingParams
 from kvjax.engine.requests.token_matcher import packed
 from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded, make_engine
-from tests.engine.naive_sampler import chosen, edited
+from tests.engine.sampling.naive_sampler import chosen, edited
 from tests.models.families import RecordingEngine
 from tests.models.golden_models import goldens_of
 from tests.spoiled_arrays import spoil

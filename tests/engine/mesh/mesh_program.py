@@ -1,6 +1,6 @@
 """Run by tests in a process of its own: an engine of a golden model on a mesh gives Hugging Face's greedy tokens.
 
-    python -m tests.engine.mesh_program FAMILY AXIS=SIZE ... [--auto] [--tiers FOLDER] [--deviation WHAT]
+    python -m tests.engine.mesh.mesh_program FAMILY AXIS=SIZE ... [--auto] [--tiers FOLDER] [--deviation WHAT]
 
 The pool holds two or three requests at once, so some are preempted; prompts come twice, so the second is found in the
 cache; every prompt is sampled twice, so one sample is forked from the other. With `--tiers` an engine with tiers
@@ -19,8 +19,8 @@ from jax.sharding import AxisType
 from kvjax.device import join_processes
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.models import load_model
-from tests.engine.tiers_on_mesh import check_tiers
-from tests.engine.tiers_on_processes import check_process_tiers, check_restarted
+from tests.engine.mesh.tiers_on_mesh import check_tiers
+from tests.engine.mesh.tiers_on_processes import check_process_tiers, check_restarted
 from tests.models.families import FAMILIES, NUM_GREEDY_TOKENS, add_golden, drain, engine_config
 from tests.models.golden_models import goldens_of, model_folder
 

@@ -12,7 +12,7 @@ import pytest
 from kvjax.engine.requests.outputs import FinishReason
 from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.engine.fake_model import FakeEngine, expected_output_with_states, make_manager
-from tests.engine.test_scheduler import workload
+from tests.engine.scheduling.test_scheduler import workload
 
 PROMPT = list(range(100, 122))  # two blocks of states and a part of a third
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.engine.requests.outputs import FinishReason
 from tests.engine.fake_model import FakeEngine, expected_output
-from tests.engine.test_scheduler import workload
+from tests.engine.scheduling.test_scheduler import workload
 
 PROMPT = list(range(100, 110))  # two blocks and a half
 

@@ -1,6 +1,6 @@
 """Run by tests in a process of its own: what an engine over two data ranks gives is what one device gives.
 
-    python -m tests.engine.features_on_ranks FEATURE ...
+    python -m tests.engine.mesh.features_on_ranks FEATURE ...
 
 Each feature is a function here. Pools hold few requests, so that some are preempted.
 """

@@ -21,12 +21,12 @@ from kvjax.errors import EngineClosedError
 from tests.engine.engines import AMPLE_BLOCKS, FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
 from tests.engine.engines import make_engine as make_text_engine
 from tests.engine.failures import interrupted_at_lines, plant
-from tests.engine.input_engines import InputRequest, add, assert_all_greedy, random_tokens
-from tests.engine.input_engines import make_engine as make_input_engine
-from tests.engine.test_encoder_inputs import features_of
-from tests.engine.test_encoder_inputs import request_of as encoder_request_of
-from tests.engine.test_vector_inputs import request_of as vector_request_of
-from tests.engine.test_vector_inputs import vectors
+from tests.engine.requests.input_engines import InputRequest, add, assert_all_greedy, random_tokens
+from tests.engine.requests.input_engines import make_engine as make_input_engine
+from tests.engine.requests.test_encoder_inputs import features_of
+from tests.engine.requests.test_encoder_inputs import request_of as encoder_request_of
+from tests.engine.requests.test_vector_inputs import request_of as vector_request_of
+from tests.engine.requests.test_vector_inputs import vectors
 
 NAME = "llama"
 UPDATE_STEP = "kvjax.device.update_step"

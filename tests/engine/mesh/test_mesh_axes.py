@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SWEEP = pytest.mark.sweep
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "qwen3_next")
 ALL_AXES = ("data=2", "context=2", "tensor=2")
 
@@ -20,7 +20,7 @@ def run(*arguments: str, num_processes: int = 1, folder: Path | None = None) -> 
     """`mesh_program` on as many devices as the axes need, shared by so many processes; `folder` follows "--tiers"."""
     num_devices = math.prod(int(axis.split("=")[1]) for axis in arguments if "=" in axis)
     told = [f"--tiers={folder}" if argument == "--tiers" else argument for argument in arguments]
-    program = [sys.executable, "-m", "tests.engine.mesh_program", *told]
+    program = [sys.executable, "-m", "tests.engine.mesh.mesh_program", *told]
     if num_processes > 1:
         launch = [str(ROOT / "scripts" / "launch_local.sh"), str(num_processes), str(num_devices // num_processes)]
         program = [*launch, "--", *program]

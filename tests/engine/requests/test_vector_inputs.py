@@ -10,7 +10,8 @@ import pytest
 from kvjax.device import count_compilations
 from kvjax.engine import EngineConfig, LLMEngine, MultimodalInput, SamplingParams
 from tests.device.toy_inputs import EMBED_DIM, PLACEHOLDER
-from tests.engine.input_engines import (
+from tests.engine.front.test_llm_engine import make_engine as make_text_engine
+from tests.engine.requests.input_engines import (
     MODES,
     OTHER_SETTINGS,
     InputRequest,
@@ -23,7 +24,6 @@ from tests.engine.input_engines import (
     random_tokens,
     run,
 )
-from tests.engine.test_llm_engine import make_engine as make_text_engine
 
 KINDS = ("vectors", "mrope")
 

@@ -11,7 +11,7 @@ import pytest
 from kvjax.engine.requests.text_stream import CONTEXT_TOKENS, MAX_TAIL, REPLACEMENT, TextStream, text_context
 from kvjax.models.open_tokens import OpenTokens
 from kvjax.models.tokenizer import Tokenizer
-from tests.engine.tokenizer_kinds import KINDS, STREAMED_KINDS, UNKNOWN, random_tokens, tokenizer_of
+from tests.engine.requests.tokenizer_kinds import KINDS, STREAMED_KINDS, UNKNOWN, random_tokens, tokenizer_of
 
 NUM_CASES = 100_000
 

@@ -29,8 +29,8 @@ from tests.models.golden_models import goldens_of
 )
 def test_greedy_tokens_of_the_demo_model(platforms: str, platform: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.greedy_program"],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.engine.front.greedy_program"],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "JAX_PLATFORMS": platforms},
         capture_output=True,
         text=True,

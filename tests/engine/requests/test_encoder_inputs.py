@@ -9,7 +9,8 @@ import pytest
 
 from kvjax.device import count_compilations
 from kvjax.engine import SamplingParams
-from tests.engine.input_engines import (
+from tests.engine.front.test_llm_engine import make_engine as make_text_engine
+from tests.engine.requests.input_engines import (
     MODES,
     OTHER_SETTINGS,
     InputRequest,
@@ -20,7 +21,6 @@ from tests.engine.input_engines import (
     random_tokens,
     run,
 )
-from tests.engine.test_llm_engine import make_engine as make_text_engine
 
 KIND = "encoder"
 SHARED = random_tokens(0, 13)

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from kvjax.core import RequestTable
-from kvjax.engine import GenerationResult, LLMEngine, SamplingParams, SpeculativeConfig, llm_engine
+from kvjax.engine import GenerationResult, LLMEngine, SamplingParams, SpeculativeConfig
+from kvjax.engine.front import llm_engine
 from kvjax.engine.requests.engine_request import EngineRequest
 from kvjax.engine.sampling.sampling_table import SamplingTable
 from kvjax.engine.scheduling.speculation import Drafts
 from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
 from tests.engine.failures import plant
-from tests.engine.test_sampling_requests import Digits
+from tests.engine.sampling.test_sampling_requests import Digits
 
 NAME = "llama"
 NUM_DRAFTS = 3

@@ -22,7 +22,7 @@ from tests.engine.engines import (
     make_engine,
 )
 from tests.engine.failures import plant
-from tests.engine.test_output_text import ByteTokenizer
+from tests.engine.requests.test_output_text import ByteTokenizer
 
 NAME = "llama"
 PLAIN = SamplingParams(max_tokens=12, temperature=0.7, seed=3)

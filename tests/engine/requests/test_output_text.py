@@ -21,8 +21,8 @@ from tests.engine.engines import (
     loaded,
     make_engine,
 )
-from tests.engine.test_text_stream import NUM_CASES, text_behind
-from tests.engine.tokenizer_kinds import KINDS, random_tokens, tokenizer_of
+from tests.engine.requests.test_text_stream import NUM_CASES, text_behind
+from tests.engine.requests.tokenizer_kinds import KINDS, random_tokens, tokenizer_of
 
 ALPHABET = list("aab ü€𝄞")
 

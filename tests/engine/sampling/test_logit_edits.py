@@ -17,7 +17,7 @@ from kvjax.engine.sampling.sampler import sample
 from kvjax.engine.sampling.sampler_lines import SamplerLines, SamplerSizes, SamplerWrites, TokenWrites
 from kvjax.engine.sampling.sampler_state import TOKEN_COLUMNS, SamplerState
 from kvjax.engine.sampling.sampling_table import SamplingBatch
-from tests.engine.naive_sampler import chosen, edited
+from tests.engine.sampling.naive_sampler import chosen, edited
 
 VOCAB = 45  # no multiple of 32
 SIZES = SamplerSizes(num_lines=9, num_tokens=2 * TOKEN_COLUMNS - 5, vocab_size=VOCAB)

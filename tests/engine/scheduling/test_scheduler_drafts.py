@@ -17,13 +17,13 @@ from kvjax.core import Request
 from kvjax.engine.requests.engine_request import RequestStatus
 from kvjax.engine.requests.outputs import FinishReason
 from kvjax.engine.scheduling.draft_shares import levelled
-from tests.engine.fake_drafters import FakeDrafter, Say, all_right, all_wrong, some_right
 from tests.engine.fake_model import (
     FakeEngine,
     expected_output,
     expected_output_with_states,
 )
-from tests.engine.test_scheduler import Workload, workload
+from tests.engine.scheduling.fake_drafters import FakeDrafter, Say, all_right, all_wrong, some_right
+from tests.engine.scheduling.test_scheduler import Workload, workload
 
 SAYINGS = [all_right, all_wrong, some_right]
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.engine import FinishReason, LLMEngine, SamplingParams, SpeculativeConfig
 from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
-from tests.engine.test_sampling_requests import NAME, PARAMS, Digits, expected_best, naive_outputs, params_of
+from tests.engine.sampling.test_sampling_requests import NAME, PARAMS, Digits, expected_best, naive_outputs, params_of
 
 NUM_DRAFTS = 3
 METHODS = {

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvjax.engine import AsyncLLMEngine, GenerationResult, LLMEngine, RequestOutput, SamplingParams
-from tests.engine.input_engines import InputRequest, assert_greedy, make_engine
-from tests.engine.test_encoder_inputs import features_of
-from tests.engine.test_encoder_inputs import request_of as encoder_request
-from tests.engine.test_vector_inputs import request_of as vector_request
-from tests.engine.test_vector_inputs import vectors
+from tests.engine.requests.input_engines import InputRequest, assert_greedy, make_engine
+from tests.engine.requests.test_encoder_inputs import features_of
+from tests.engine.requests.test_encoder_inputs import request_of as encoder_request
+from tests.engine.requests.test_vector_inputs import request_of as vector_request
+from tests.engine.requests.test_vector_inputs import vectors
 from tests.spoiled_arrays import aligned, spoil
 
 KINDS = ("encoder", "vectors", "mrope")

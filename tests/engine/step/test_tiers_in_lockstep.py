@@ -31,7 +31,7 @@ from kvjax.tiers.reports import Reports
 from kvjax.tiers.tiers import Tiers, TierShare
 from kvjax.tiers.units import TierMeta
 from tests.engine.engines import assert_no_leak
-from tests.engine.test_tiers import GREEDY, compiled, config_of
+from tests.engine.step.test_tiers import GREEDY, compiled, config_of
 from tests.models.golden_models import goldens_of
 from tests.tiers.fake_board import FakeBoard
 

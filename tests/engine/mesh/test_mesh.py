@@ -46,4 +46,4 @@ assert_greedy_is_golden(engine, name)
 def test_four_devices_give_the_same_tokens(name: str, num_shards: int, mode: str, axes: str) -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     program = [sys.executable, "-c", PROGRAM, name, str(num_shards), mode, axes]
-    subprocess.run(program, check=True, timeout=280, env=environment, cwd=Path(__file__).parents[2])
+    subprocess.run(program, check=True, timeout=280, env=environment, cwd=Path(__file__).parents[3])
