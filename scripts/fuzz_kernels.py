@@ -35,14 +35,12 @@ import jax
 import numpy as np
 
 from pallas_kernels.cases.find import case_types
-from scripts.kernel_fuzz import attention, sparse
+from scripts.kernel_fuzz import attention
 from scripts.kernel_fuzz.trials import Trial, of_case_type
 
-_MOST = ("reference", "xla", "tpu", "gpu")
-_ALL = (*_MOST, "triton")
+_ALL = ("reference", "xla", "tpu", "gpu", "triton")
 OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that have a kernel of it
     "ragged_paged_attention": (attention.ragged, _ALL),
-    "sparse_mla_attention": (sparse.sparse, _MOST),
     **{op: (partial(of_case_type, case_type), case_type.backends) for op, case_type in case_types().items()},
 }
 _TRIALS_KEPT = 20  # compiled programs pile up; after so many trials jax forgets them

@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pallas_kernels.cases.case import Case
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
-from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from scripts.aot.rooms import compiled_types, shape_settings
 from scripts.gpu_compile import compile_op, problems, report
 
@@ -43,7 +42,6 @@ FEATURES = (
     "head_dim=256 dtype=float8_e4m3fn",
     *(f"tokens=256 {sizes}" for sizes in ("", "head_dim=64", "head_dim=256", "dtype=float8_e4m3fn", "window=128")),
 )
-SPARSE_FEATURES = ("fp8=0", "fp8=0 ratio=0", "ratio=128", "tokens=64", "tokens=8192")
 LAYERS = (
     "",
     "scan=0 layers=1",
@@ -76,7 +74,6 @@ ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
     ("attention", "dtype=int8 soft_cap", "rpa_prefill_"): 8,
     ("attention", "head_dim=256 dtype=float8", "rpa_decode_"): 216,
     ("attention", "head_dim=256 dtype=float8", "rpa_prefill_"): 76,
-    ("sparse", "", "sparse_mla_"): 380,
     ("layers", "op=mla", "mla_"): 120,
     ("layers", "op=sparse", "sparse_mla_"): 380,
 }
@@ -94,12 +91,6 @@ def attention_cases() -> list[str]:
     return [*cases, *(f"page={page}" for page in PAGE_SIZES), *FEATURES]
 
 
-def sparse_cases() -> list[str]:
-    """Settings of sparse attention: query heads of shapes by shards, kinds of layers, tokens that are split."""
-    heads = {shape.per_shard(shards): (shape, shards) for shape in SPARSE_SHAPES for shards in SHARDS}
-    return [*(f"model={shape.name} shards={shards}" for shape, shards in heads.values()), *SPARSE_FEATURES]
-
-
 def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
     """What of a shape the compiled kernels depend on; None where it does not split so."""
     try:
@@ -115,7 +106,6 @@ def cases(subset: bool) -> list[tuple[str, str]]:
     rooms = compiled_types("gpu")
     kernels = [("attention", settings) for settings in attention]
     kernels += [("layers", settings) for settings in (("sinks=1 scales=1",) if subset else LAYERS)]
-    kernels += [("sparse", settings) for settings in (("",) if subset else sparse_cases())]
     others = [(op, settings) for op in rooms for settings in (("",) if subset else _of_room(rooms[op]))]
     return [*kernels, *others]
 

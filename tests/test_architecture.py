@@ -210,7 +210,6 @@ def test_what_ops_share_knows_no_op_and_an_op_few_others(path: Path) -> None:
 ACROSS = {
     "scripts.fuzz_tiers",
     "scripts.kernel_fuzz.attention",
-    "scripts.kernel_fuzz.sparse",
     "tests.pallas_kernels.test_flags",
 }
 

@@ -15,7 +15,6 @@ from pallas_kernels.layouts import attention_layout
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
-from scripts.aot import sparse_attention_case
 from scripts.aot.arguments import argument
 from scripts.aot.rooms import compiled_types, traced
 from scripts.gpu_aot import layer_case
@@ -119,11 +118,6 @@ def of_room(case: Case) -> Operation:
     return Operation(*traced(case, "gpu"), donated=(0,) if case.writes else ())
 
 
-def sparse(case: sparse_attention_case.SparseCase) -> Operation:
-    """A layer's step of sparse attention."""
-    return Operation(*sparse_attention_case.attention(case, backend="gpu"))
-
-
 def planned_layers(case: layer_case.LayersCase) -> Operation:
     """Layers that share the plan of a step."""
     return Operation(*layer_case.layers(case), layers=1 if case.scan else case.layers)
@@ -147,6 +141,5 @@ def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
 OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "attention": (AttentionCase, attention),
     "layers": (layer_case.LayersCase, planned_layers),
-    "sparse": (sparse_attention_case.SparseCase, sparse),
     **{op: (case_type, of_room) for op, case_type in compiled_types("gpu").items()},
 }

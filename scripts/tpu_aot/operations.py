@@ -19,8 +19,6 @@ from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from scripts.aot.arguments import argument
 from scripts.aot.rooms import compiled_types, shape_settings, traced
-from scripts.aot.sparse_attention_case import SparseCase, sparse_shapes
-from scripts.aot.sparse_attention_case import attention as attention_of_entries
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_TOKENS = 1 << 19
@@ -150,13 +148,11 @@ def _heads(shape: AttentionShape, num_shards: int) -> tuple[int, int] | None:
 
 OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]]] = {
     "attention": (AttentionCase, attention),
-    "sparse_attention": (SparseCase, attention_of_entries),
     **{op: (case_type, functools.partial(traced, backend="tpu")) for op, case_type in compiled_types("tpu").items()},
 }
 
 # What tpu_compile_all.py compiles: number of shards -> (label, settings) of each shape that splits into so many.
 SHAPE_CASES: dict[str, Callable[[int], Iterable[tuple[str, list[str]]]]] = {
     "attention": attention_shapes,
-    "sparse_attention": sparse_shapes,
     **{op: functools.partial(shape_settings, case_type) for op, case_type in compiled_types("tpu").items()},
 }

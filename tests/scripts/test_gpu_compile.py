@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
-from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from scripts import gpu_compile, gpu_compile_all
-from scripts.aot.sparse_attention_case import SparseCase
 from scripts.gpu_aot.compile_one import DEFAULTS, parse_case
 from scripts.gpu_aot.launches import count_launches, launches_of
 from scripts.gpu_aot.operations import OPERATIONS, AttentionCase, with_model_shape
@@ -192,9 +190,6 @@ def test_every_shape_is_compiled_once() -> None:
             heads = shape.per_shard(shards)
             rest = (shape.sliding_window or 0, shape.attention_chunk_size or 0, shape.soft_cap or 0.0)
             assert (*heads, shape.head_dim, *rest) in done
-    sparse = [parse_case(SparseCase, settings.split()) for settings in gpu_compile_all.sparse_cases()]
-    done = {shape.per_shard(case.shards) for case in sparse for shape in SPARSE_SHAPES if shape.name == case.model}
-    assert done == {shape.per_shard(shards) for shape in SPARSE_SHAPES for shards in (1, 2, 4, 8)}
 
 
 def test_the_subset_has_every_op() -> None:

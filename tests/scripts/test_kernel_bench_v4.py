@@ -13,9 +13,9 @@ from pallas_kernels.compressor_update.cases import CompressorCase
 from pallas_kernels.indexer_topk.cases import IndexerCase, whole_keys
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8
 from pallas_kernels.mask import MaskRule
+from pallas_kernels.sparse_mla_attention.cases import SparseCase
 from pallas_kernels.sparse_mla_attention.shapes import SparseShape
 from scripts.kernel_bench.case import Sizes, bench_case
-from scripts.kernel_bench.ops import sparse_mla_attention
 
 SHAPE = SparseShape("x", "x", 3, topk=5, dim=128, sliding_window=7, num_index_heads=2, index_dim=16, ratios=(4, 128))
 SIZES = Sizes("tpu", page=4, small=True)
@@ -32,9 +32,10 @@ def queries(entries: Entries) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sparse_attention(kind: str, ratio: int, dtype: str) -> None:
-    found = sparse_mla_attention.case(kind, ratio, SHAPE, replace(SIZES, dtype=dtype))
-    entries = Entries(entry_rows(kind, SIZES), ratio or 1)
-    picks = entries.picks(SHAPE.topk)
+    layer = f"ratio {ratio}" if ratio else "window"
+    found = bench_case(SparseCase, f"{kind} {layer}", SHAPE, replace(SIZES, dtype=dtype))
+    entries, topk = Entries(entry_rows(kind, SIZES), ratio or 1), found.setting.topk
+    picks = entries.picks(topk)
     state_bytes = 2 * 128 if dtype == "bfloat16" else LatentFp8().width(128)
     read, num_bytes, flops = set(), 0, 0
     for s, token, pos in queries(entries):
@@ -44,7 +45,7 @@ def test_sparse_attention(kind: str, ratio: int, dtype: str) -> None:
         elif ratio:
             seen |= {("entry", s, e) for e in range(pos + 1) if ratio * (e + 1) <= pos + 1}
         read |= seen
-        num_bytes += 2 * 3 * 128 * 2 + 4 * SHAPE.topk * (ratio == 4)
+        num_bytes += 2 * 3 * 128 * 2 + 4 * topk * (ratio == 4)
         flops += len(seen) * 3 * 4 * 128
     assert found.work == (num_bytes + len(read) * state_bytes, flops)
 

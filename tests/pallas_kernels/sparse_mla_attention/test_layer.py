@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.compressor_update import compressor_update, max_new_entries
+from pallas_kernels.compressor_update.oracle import compressed
 from pallas_kernels.indexer_topk import indexer_topk
+from pallas_kernels.indexer_topk.oracle import picked
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
-from pallas_kernels.sparse_mla_attention.oracle import attention, compressed, picked
+from pallas_kernels.sparse_mla_attention.oracle import attention
 from tests.pallas_kernels.cases import assert_close
 
 RATIO, WINDOW, TOPK, HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 6, 3, 2, 8, 2, 6

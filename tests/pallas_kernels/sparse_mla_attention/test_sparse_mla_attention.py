@@ -14,7 +14,7 @@ from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.sparse_mla_attention import plan, sparse_mla_attention
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
-from tests.pallas_kernels.cases import pairwise, random_values
+from tests.pallas_kernels.cases import random_values
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Shape, assert_matches_oracle, make_case, run
 
 FP8 = LatentFp8(rope_dim=8, group=8)
@@ -35,19 +35,6 @@ MORE_FACTORS = FACTORS | {
         {"entries": FP8, "latent": LatentShape(FP8_WIDTH, 16, "int8"), "entry_page_size": 64},
     ),
 }
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*pairwise(FACTORS), *(pytest.param(case, marks=pytest.mark.sweep) for case in pairwise(MORE_FACTORS, seed=1))],
-    ids=str,
-)
-def test_random_steps(case: dict[str, Any]) -> None:
-    """All features crossed pairwise; lengths 0 and 1 among them, tables in random order, NaN wherever unnamed."""
-    shape = Shape(num_q_heads=case["heads"], q_dtype=case["q_dtype"], **case["kind"], **case["cache"])
-    sinks = np.array([2.0, -np.inf, 50.0])[: case["heads"]] if case["sinks"] else None
-    for seed, rows in ((0, None), (1, None), (2, [(1, 1), (0, 0), (1, 150), (17, 130), (5, 5)])):
-        assert_matches_oracle(make_case(seed, shape, rows), sinks)
 
 
 def test_a_schedule_serves_all_layers_of_a_kind() -> None:
