@@ -143,6 +143,8 @@ ROOMS = {
         "save",
         "manager",
         "record",
+        "serving",
+        "extending",
     ),
     "kvjax.engine": ("requests", "sampling", "scheduling", "step", "drafts", "front"),
 }
@@ -244,6 +246,21 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 def test_host_side_loads_no_jax(module: str) -> None:
     code = f"import {module}, sys; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_device_layer_loads_no_manager() -> None:
+    code = "import kvjax.device, sys; sys.exit('kvjax.core.manager.kv_cache_manager' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_names_of_the_core_are_those_of_its_two_tiers() -> None:
+    import kvjax.core
+    from kvjax.core import extending, serving
+
+    assert sorted(kvjax.core.__all__) == sorted([*serving.__all__, *extending.__all__])
+    assert not set(serving.__all__) & set(extending.__all__)
+    with pytest.raises(AttributeError, match=r"module 'kvjax\.core' has no attribute 'nothing'"):
+        kvjax.core.nothing  # noqa: B018
 
 
 def test_layouts_load_nothing() -> None:
