@@ -23,6 +23,7 @@ from kvjax.engine.requests.sampling_params import SamplingParams
 from kvjax.engine.requests.stats import RequestStats
 from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.step.host_loop import HostLoop
+from kvjax.engine.step.sampled_step import SampledStep
 
 NUM_TIMED = 48
 NUM_AT_ONCE = NUM_REQUESTS // 4  # prompts in one step, so that pools need room for the windows of few before they slide
@@ -69,7 +70,7 @@ class Engine:
         step = self.loop.begin_step()
         if step is None or not step.scheduled.admitted or step.scheduled.num_preemptions:
             raise AssertionError("the pool is too small")
-        self.loop.end_step(step, self.tokens(), self.logprobs())
+        self.loop.end_step(step, SampledStep(self.tokens(), self.logprobs()))
 
     def tokens(self) -> np.ndarray:
         return self.rng.integers(FIRST_TOKEN, VOCABULARY, NUM_REQUESTS).astype(np.int32)
@@ -81,7 +82,7 @@ class Engine:
         step = self.loop.begin_step()
         assert step is not None
         DeviceBatch.from_plan(step.plan, pick_bucket(step.plan, self.buckets))
-        outputs = self.loop.end_step(step, token_ids, logprobs)
+        outputs = self.loop.end_step(step, SampledStep(token_ids, logprobs))
         if len(outputs) != NUM_REQUESTS or outputs.results:
             raise AssertionError("expected a token of each request, and none to end")
 

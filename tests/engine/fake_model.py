@@ -32,6 +32,7 @@ from kvjax.engine.scheduling.scheduled_step import ScheduledStep
 from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.scheduling.speculation import Drafter
 from kvjax.engine.step.host_loop import HostLoop, HostStep
+from kvjax.engine.step.sampled_step import SampledStep
 from tests.engine.fake_tiers import FakeTiers
 
 BLOCK_SIZE = 4
@@ -271,8 +272,8 @@ class FakeEngine:
         if self._flights and (step is None or len(self._flights) >= self._depth):
             done, sampled = self._flights.popleft()
             num_accepted = None if self.drafter is None else sampled.num_accepted
-            logprobs = logprobs_of(sampled.token_ids)
-            outputs = self.loop.end_step(done, sampled.token_ids, logprobs, num_accepted=num_accepted)
+            read = SampledStep(sampled.token_ids, logprobs_of(sampled.token_ids), num_accepted=num_accepted)
+            outputs = self.loop.end_step(done, read)
         for output in outputs:
             self.outputs[output.request_id].append(output.token_id)
             if output.result is not None:

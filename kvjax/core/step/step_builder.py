@@ -89,7 +89,7 @@ def build_step_plan(
         drafts.check(rows, num_new)
         drafts = drafts if np.count_nonzero(drafts.counts) else None
     one_each = _one_each(rows.size) if np.maximum.reduce(num_new, initial=1) == 1 else None
-    order = slice(None) if one_each is not None else _decode_first(num_new)
+    order = slice(None) if one_each is not None else decode_first(num_new)
     rows, num_new = rows[order].copy(), num_new[order]
     computed = np.asarray(table.num_computed_tokens[rows], np.int64)
     seq_lens = computed + num_new
@@ -192,8 +192,8 @@ def _one_each(num_requests: int) -> _OneEach:
     return columns
 
 
-def _decode_first(num_new: np.ndarray) -> np.ndarray | slice:  # int64[S] each
-    """The order of requests that begins with those of one new token."""
+def decode_first(num_new: np.ndarray) -> np.ndarray | slice:  # int64[S] each
+    """The order of a step's requests that begins with those of one new token; a whole slice: they stand so."""
     is_longer = num_new != 1
     num_decode = num_new.size - np.count_nonzero(is_longer)
     return np.argsort(is_longer, kind="stable") if is_longer[:num_decode].any() else slice(None)
@@ -245,4 +245,4 @@ def _check_drafts(rows: np.ndarray, counts: np.ndarray, follow_last: np.ndarray,
         raise ValueError(f"row {rows[i]}: {counts[i]} drafts need {reason}")
 
 
-__all__ = ["NO_UPDATE", "PickShape", "StepTables", "build_step_plan", "logits_requests"]
+__all__ = ["NO_UPDATE", "PickShape", "StepTables", "build_step_plan", "decode_first", "logits_requests"]

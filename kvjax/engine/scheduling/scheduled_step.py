@@ -109,12 +109,6 @@ class NextStep:
         return _joined(self.rows), _joined(self.num_new_tokens), _joined(self.samples)
 
 
-def decode_first(num_new_tokens: np.ndarray) -> np.ndarray | None:  # int64[S] each
-    """The order of a step's requests that begins with those of one new token; None: as they are."""
-    is_longer = num_new_tokens != 1
-    return np.argsort(is_longer, kind="stable") if is_longer.any() else None
-
-
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     if len(parts) == 1:
         return parts[0]

@@ -44,6 +44,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvjax.core import KVCacheManager, StepsInFlight
+from kvjax.core.step.step_builder import decode_first
 from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
 from kvjax.engine.requests.outputs import FinishReason
 from kvjax.engine.scheduling.admission import Admission
@@ -51,7 +52,7 @@ from kvjax.engine.scheduling.draft_shares import DraftShares
 from kvjax.engine.scheduling.loading import LoadConnector, LoadingRequests, LoadStart
 from kvjax.engine.scheduling.running_inputs import RunningInputs
 from kvjax.engine.scheduling.running_rows import RunningRows
-from kvjax.engine.scheduling.scheduled_step import NewTokens, NextStep, ScheduledStep, decode_first
+from kvjax.engine.scheduling.scheduled_step import NewTokens, NextStep, ScheduledStep
 from kvjax.engine.scheduling.speculation import Drafter
 from kvjax.engine.scheduling.step_shares import StepShares
 from kvjax.engine.scheduling.token_delivery import TokenDelivery
@@ -231,8 +232,8 @@ class Scheduler:
             num_drafts = self._draft_shares.allocate(rows, num_new_tokens, samples, next_step.budget)
             if num_drafts is not None:
                 num_new_tokens, has_longer = num_new_tokens + num_drafts, True
-        order = decode_first(num_new_tokens) if has_longer else None
-        if order is not None:
+        order = decode_first(num_new_tokens) if has_longer else slice(None)
+        if not isinstance(order, slice):
             rows, num_new_tokens, samples = rows[order], num_new_tokens[order], samples[order]
             num_drafts = None if num_drafts is None else num_drafts[order]
         requests, request_ids = self._columns_by(rows)

@@ -32,6 +32,7 @@ from kvjax.engine.scheduling.running_inputs import StepInputs
 from kvjax.engine.scheduling.scheduled_step import NewTokens, ScheduledStep
 from kvjax.engine.scheduling.scheduler import Scheduler
 from kvjax.engine.step.recovery import StepEnd, restart
+from kvjax.engine.step.sampled_step import SampledStep
 from kvjax.errors import UnknownRequestError
 
 
@@ -155,26 +156,22 @@ class HostLoop:
             device_drafts=self._device_drafts(step),
         )
 
-    def end_step(
-        self,
-        step: HostStep,
-        token_ids: np.ndarray,  # int32[>= rows of logits]
-        logprobs: np.ndarray,  # float32[likewise]
-        best: TopLogprobs | None = None,  # of the rows of logits; None: not asked for
-        num_accepted: np.ndarray | None = None,  # int32[>= requests that sample] drafts that were right
-    ) -> StepOutputs:
+    def end_step(self, step: HostStep, sampled: SampledStep) -> StepOutputs:
         """Hands a step's tokens to their requests; steps end in the order in which they began."""
         start = time.thread_time()
-        num_sampled = step.plan.logits_indices.size
+        if step.given is not None and sampled.given is not None:
+            step.given.put(*sampled.given)
         end = self.step_end = StepEnd.begin(step.scheduled, self.manager.request_table)
+        num_sampled, num_accepted = step.plan.logits_indices.size, sampled.num_accepted
         if num_accepted is not None:
             num_accepted = num_accepted[: step.plan.logits_starts.size - 1]
-        new = self.scheduler.update(step.scheduled, token_ids[:num_sampled], logprobs[:num_sampled], num_accepted)
+        token_ids, logprobs = sampled.token_ids[:num_sampled], sampled.logprobs[:num_sampled]
+        new = self.scheduler.update(step.scheduled, token_ids, logprobs, num_accepted)
         if new.first:
             now = self._clock()
             for place in new.first:
                 new.requests[place].stats.first_token_time_s = now
-        top_logprobs = {} if best is None else _top_logprobs(new, best)
+        top_logprobs = {} if sampled.best is None else _top_logprobs(new, sampled.best)
         results = {place: self._result(new.requests[place]) for place in new.ended}
         columns = (new.request_ids, new.token_ids, new.logprobs)
         end.outputs = outputs = StepOutputs(*columns, results, _text_pieces(new), top_logprobs)

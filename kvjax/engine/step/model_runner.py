@@ -29,7 +29,8 @@ from kvjax.engine.sampling.sampling_table import SamplingBatch
 from kvjax.engine.step.config import EngineConfig
 from kvjax.engine.step.host_loop import HostStep
 from kvjax.engine.step.rank_inputs import DeviceInputs, sizes_of_ranks
-from kvjax.engine.step.rank_loops import RankSteps, part_of
+from kvjax.engine.step.rank_loops import RankSteps
+from kvjax.engine.step.sampled_step import SampledStep
 from kvjax.models import LoadedModel
 from kvjax.planning import KVCachePlan, Parallelism
 
@@ -170,28 +171,21 @@ class ModelRunner:
         )
 
     @reads_back
-    def read(self) -> tuple[Any, np.ndarray, np.ndarray, TopLogprobs | None, np.ndarray | None]:
-        """The oldest step in flight, with what `HostLoop.end_step` takes of it.
-
-        Tokens int32[>= rows of logits], their float32 log-probabilities, the best; and where the step has drafts, how
-        many were accepted int32[>= requests that sample].
-        Log-probabilities of prompts go where the step says (`GivenTokens.put`).
-        """
+    def read(self) -> tuple[Any, SampledStep]:
+        """The oldest step in flight, and what the device gave of it."""
         flight = self._flights.popleft()
-        by_rank, steps = flight.step.by_rank, [one for one in flight.step.by_rank if one is not None]
-        if flight.scores is not None:
-            for rank, one in enumerate(by_rank):
-                if one is not None and one.given is not None:
-                    own = jax.tree.map(lambda x, rank=rank: part_of(np.asarray(x), rank, len(by_rank)), flight.scores)
-                    one.given.put(own.logprobs, TopLogprobs(*own.best))
+        steps = [one for one in flight.step.by_rank if one is not None]
+        given = None
+        if flight.scores is not None and any(one.given is not None for one in steps):
+            given = np.asarray(flight.scores.logprobs), _best_on_host(flight.scores)
         logprobs, best = flight.logprobs, None
         if isinstance(logprobs, TokenLogprobs):
             if any(one.wants_best for one in steps):
-                best = TopLogprobs(*map(np.asarray, logprobs.best))
+                best = _best_on_host(logprobs)
             logprobs = logprobs.logprobs
         has_drafts = any(one.scheduled.num_drafts is not None for one in steps)
         num_accepted = np.asarray(flight.num_accepted) if has_drafts else None
-        return flight.step, np.asarray(flight.tokens), np.asarray(logprobs), best, num_accepted
+        return flight.step, SampledStep(np.asarray(flight.tokens), np.asarray(logprobs), best, num_accepted, given)
 
     @property
     def _sampler_arrays(self) -> SamplerArrays | None:
@@ -285,6 +279,10 @@ class ModelRunner:
 def _with_drafts(sampled: jax.Array, drafts: jax.Array) -> jax.Array:
     """Int32 tokens of the step before, with the drafts in the last places."""
     return jax.lax.dynamic_update_slice(sampled, drafts, (sampled.size - drafts.size,))
+
+
+def _best_on_host(logprobs: TokenLogprobs) -> TopLogprobs:
+    return TopLogprobs(*map(np.asarray, logprobs.best))
 
 
 def free_arrays(tree: Any) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,12 @@ import numpy as np
 from kvjax.core import KVCacheManager, Request
 from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
-from kvjax.engine.requests.outputs import GenerationResult, StepOutputs, TopLogprobs
+from kvjax.engine.requests.outputs import GenerationResult, StepOutputs
 from kvjax.engine.requests.stats import PoolUse, StepStats
 from kvjax.engine.sampling.sampling_table import SamplingTable
 from kvjax.engine.scheduling.scheduler import Scheduler
 from kvjax.engine.step.host_loop import HostLoop, HostStep
+from kvjax.engine.step.sampled_step import SampledStep
 from kvjax.errors import UnknownRequestError
 
 
@@ -211,25 +211,13 @@ class RankLoops:
             return None
         return RankSteps(steps, self.sampling.empty_batch())
 
-    def end_step(
-        self,
-        steps: RankSteps,
-        token_ids: np.ndarray,  # int32[ranks * n], as `HostLoop.end_step` takes them, rank after rank
-        logprobs: np.ndarray,
-        best: TopLogprobs | None = None,
-        num_accepted: np.ndarray | None = None,
-    ) -> StepOutputs:
+    def end_step(self, steps: RankSteps, sampled: SampledStep) -> StepOutputs:
         """Hands every rank its tokens."""
-        own = partial(part_of, num_ranks=len(self.by_rank))
         outputs, stats = [], []
         for rank, (loop, step) in enumerate(zip(self.by_rank, steps.by_rank, strict=True)):
             if step is None:
                 continue
-            accepted = None if num_accepted is None or step.scheduled.num_drafts is None else own(num_accepted, rank)
-            top = None
-            if best is not None and step.wants_best:
-                top = TopLogprobs(*(own(x, rank) for x in (best.token_ids, best.logprobs, best.ranks)))
-            outputs.append(loop.end_step(step, own(token_ids, rank), own(logprobs, rank), top, accepted))
+            outputs.append(loop.end_step(step, sampled.of_rank(rank, len(self.by_rank))))
             stats.append(loop.step_stats[-1])
         idle = [loop for loop, step in zip(self.by_rank, steps.by_rank, strict=True) if step is None]
         self.step_stats.append(_joined_stats(stats, len(self.step_stats) and self.step_stats[-1].step, idle))
@@ -252,12 +240,6 @@ def _load(loop: HostLoop, request: EngineRequest) -> int:
     others = loop.requests.values()
     waiting = RequestStatus.WAITING
     return sum(one.max_total_tokens for one in others if one.status is not waiting or one.urgency < request.urgency)
-
-
-def part_of(array: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
-    """What of an array belongs to a rank, whose parts lie one after another."""
-    size = array.shape[0] // num_ranks
-    return array[rank * size : (rank + 1) * size]
 
 
 def join_outputs(parts: Sequence[StepOutputs]) -> StepOutputs:
@@ -296,4 +278,4 @@ def _numbers(use: PoolUse) -> tuple[int, ...]:
     return tuple(getattr(use, name) for name in PoolUse.__dataclass_fields__)
 
 
-__all__ = ["RankLoops", "RankPin", "RankSchedulers", "RankSteps", "join_outputs", "part_of"]
+__all__ = ["RankLoops", "RankPin", "RankSchedulers", "RankSteps", "join_outputs"]

@@ -21,6 +21,7 @@ from kvjax.engine.requests.stats import RequestStats
 from kvjax.engine.scheduling.admission import RETRY_STEPS
 from kvjax.engine.scheduling.scheduled_step import ScheduledStep
 from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.step.sampled_step import SampledStep
 from tests.engine.fake_model import BLOCK_SIZE, VOCAB, FakeEngine, expected_output
 
 Workload = list[tuple[str, list[int], int]]
@@ -421,8 +422,8 @@ def test_a_request_that_is_aborted_between_plan_and_dispatch_leaves_hits_that_ar
     step = engine.loop.begin_step()
     assert step is not None
     assert engine.loop.abort("a").output_token_ids.size == 0
-    sampled = engine.device.run(step.plan)
-    outputs = engine.loop.end_step(step, sampled.token_ids, np.zeros(sampled.token_ids.size, np.float32))
+    token_ids = engine.device.run(step.plan).token_ids
+    outputs = engine.loop.end_step(step, SampledStep(token_ids, np.zeros(token_ids.size, np.float32)))
     assert "a" not in outputs.request_ids
     engine.add("b", prompt, 4)
     while engine.scheduler.num_unfinished:

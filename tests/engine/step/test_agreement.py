@@ -13,6 +13,7 @@ import pytest
 from kvjax.device import processes
 from kvjax.engine import EngineConfig
 from kvjax.engine.step.agreement import Agreement, describe, settings_of
+from kvjax.engine.step.sampled_step import SampledStep
 from kvjax.errors import DivergenceError
 from kvjax.models.config import ModelConfig
 from tests.engine.fake_model import FakeEngine
@@ -63,6 +64,10 @@ def in_both(run: Any) -> list[Any]:
     return results
 
 
+def fives(num_rows: int) -> SampledStep:
+    return SampledStep(np.full(num_rows, 5, np.int32), np.zeros(num_rows, np.float32))
+
+
 def engine_of(prompts: list[list[int]]) -> FakeEngine:
     engine = FakeEngine()
     for i, prompt in enumerate(prompts):
@@ -81,7 +86,7 @@ def test_the_same_requests_have_the_same_steps() -> None:
                 break
             agreement.note(step)
             num_rows = step.plan.logits_indices.size
-            engine.loop.end_step(step, np.full(num_rows, 5, np.int32), np.zeros(num_rows, np.float32))
+            engine.loop.end_step(step, fives(num_rows))
         return agreement._num_steps
 
     assert in_both(run) == [9, 9]
@@ -105,7 +110,7 @@ def test_another_token_stops_all_processes_at_the_next_comparison(at: int) -> No
                     agreement.note(step)
                 assert number == -(-at // 3) * 3
                 raise
-            engine.loop.end_step(step, np.full(1, 5, np.int32), np.zeros(1, np.float32))
+            engine.loop.end_step(step, fives(1))
 
     for error in in_both(run):
         assert isinstance(error, DivergenceError)

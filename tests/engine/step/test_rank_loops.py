@@ -16,7 +16,8 @@ from kvjax.engine.sampling.sampler_lines import LineWrite, SamplerSizes, Sampler
 from kvjax.engine.sampling.sampling_table import SamplingBatch, SamplingTable
 from kvjax.engine.step.loop_parts import check_parts
 from kvjax.engine.step.rank_inputs import DeviceInputs
-from kvjax.engine.step.rank_loops import RankLoops, RankSteps, part_of
+from kvjax.engine.step.rank_loops import RankLoops, RankSteps
+from kvjax.engine.step.sampled_step import SampledStep, part_of
 from kvjax.errors import BlockStateError, UnknownRequestError
 from kvjax.metrics import KVCacheMetrics
 from tests.engine.fake_model import FakeEngine, expected_output, logprobs_of
@@ -56,7 +57,7 @@ class Fleet:
             if one is not None:
                 sampled = engine.device.run(one.plan).token_ids
                 tokens[rank * ROWS : rank * ROWS + sampled.size] = sampled
-        outputs = self.loops.end_step(steps, tokens, logprobs_of(tokens))
+        outputs = self.loops.end_step(steps, SampledStep(tokens, logprobs_of(tokens)))
         self.loops.scheduler.check_invariants()
         return dict(zip(outputs.request_ids.tolist(), outputs.token_ids.tolist(), strict=True))
 
@@ -178,7 +179,7 @@ def test_outputs_that_were_not_delivered_come_first_and_unfinished_requests_go_o
     first = steps.by_rank[0]
     assert first is not None
     sampled = fleet.engines[0].device.run(first.plan).token_ids
-    fleet.engines[0].loop.end_step(first, sampled, logprobs_of(sampled))
+    fleet.engines[0].loop.end_step(first, SampledStep(sampled, logprobs_of(sampled)))
     fresh = Fleet.of(2)
     fresh.loops.take_over(fleet.loops)
     assert fresh.loops.undelivered is not None
