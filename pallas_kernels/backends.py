@@ -3,7 +3,8 @@
 Backends: "reference" (plain jnp, any platform), "xla" (plain jnp too, vectorised for an accelerator; the reference of
 ops that need no other), "tpu" and "gpu" (Pallas kernels), "triton" (Pallas kernels for GPUs that "gpu" does not serve;
 "xla" of ops that have none). "auto" takes the platform's kernel where there is one and it can do what is asked; else on
-a GPU "triton" or "xla" where the op has it, else the reference: silently on CPU, with one warning elsewhere.
+a GPU "triton" or "xla" where the op has it, else the reference: silently on CPU, with one warning elsewhere. A kernel
+that never ran on the kind of chip is told of once (`ran_on`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 
+from pallas_kernels.ran_on import tell_untried
+
 BACKENDS = ("auto", "reference", "xla", "tpu", "gpu", "triton")
 _BY_NAME = ("tpu", "gpu", "triton")  # those that say what they cannot do
 _PATHS = MappingProxyType({"xla": "vectorised XLA runs", "triton": "a kernel in Triton runs"})
 Reason: TypeAlias = str | Callable[[], str | None] | None  # what a kernel cannot do; functions say it when asked
 _NONE: Mapping[str, Reason] = MappingProxyType({})
+
+
+def by_xla() -> None:
+    """The reason of a platform on which XLA compiles the reference: there is nothing that it cannot do."""
 
 
 class XlaPath(NamedTuple):
@@ -69,8 +76,11 @@ def resolve_backend(op: str, backend: str, kernels: Mapping[str, Reason] = _NONE
         return "reference"
     reason = _reason(platform, kernels)
     if reason is None:
+        if kernels[platform] is not by_xla:
+            tell_untried(op, platform)
         return platform
     if platform == "gpu" and xla is not None and _reason("triton", kernels) is None:
+        tell_untried(op, "triton")
         return fall_back(op, backend, reason, xla.by_triton)
     return fall_back(op, backend, reason, xla if platform == "gpu" else None)
 

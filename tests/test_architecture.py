@@ -78,6 +78,7 @@ ALLOWED = {
     "kvjax.bench": ("numpy", "kvjax.bench", "kvjax.engine", "kvjax.text"),
     "kvjax.bench.hugging_face": ("kvjax.errors", "kvjax.extras"),
     "kvjax.cli": ("numpy", "tqdm", "matplotlib", "kvjax"),
+    "kvjax.cli.check": ("jax", "kvjax.cli", "pallas_kernels"),
     "kvjax.cli.generate": ("numpy", "jax", "kvjax"),
     "kvjax.cli.start_up": ("jax", "kvjax"),
     "kvjax.__main__": ("kvjax.cli",),

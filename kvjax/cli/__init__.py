@@ -1,3 +1,3 @@
-"""The `kvjax` command: `generate`, `replay`, `bench` and `plan`, each imported only when it is named."""
+"""The `kvjax` command: `generate`, `replay`, `bench`, `check` and `plan`, each imported only when it is named."""
 
 __all__ = ["main"]

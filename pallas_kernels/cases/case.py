@@ -61,6 +61,7 @@ class Case(abc.ABC):
     platform: str = dataclasses.field(default="tpu", kw_only=True)  # whose page layout
 
     op: ClassVar[str]
+    calls: ClassVar[tuple[str, ...]] = ()  # names of the op's functions, where they are several
     shapes: ClassVar[tuple[Any, ...]]  # layers of real models, each with a `name`
     kinds: ClassVar[tuple[str, ...]]  # of steps that are timed
     backends: ClassVar[tuple[str, ...]] = ("reference",)  # each with code of its own

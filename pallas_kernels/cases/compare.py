@@ -1,6 +1,7 @@
 """How close results are to what is expected.
 
-Flow:    arrays, expected arrays -> [excess] -> tolerances;  [assert_close, assert_same] -> AssertionError
+Flow:    arrays, expected arrays -> [excess, largest_difference] -> numbers
+                                 -> [assert_close, assert_same] -> AssertionError
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ def excess(got: Any, expected: Any) -> float:
     """Largest difference over the arrays of two trees, in units of the tolerance: right up to 1."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     return max((_excess(a, b, TOLERANCE.get(str(b.dtype), _OTHERS)) for a, b in pairs), default=0.0)
+
+
+def largest_difference(got: Any, expected: Any) -> tuple[float, float]:
+    """(difference, tolerance) of the array of two trees that is worst by its tolerance; integers have none."""
+    found = []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        tolerance = 0.0 if np.issubdtype(a.dtype, np.integer) else TOLERANCE.get(str(a.dtype), _OTHERS)
+        found.append((_difference(a, b), tolerance))
+    return max(found, key=lambda one: one[0] / (one[1] or 1e-9), default=(0.0, 0.0))
 
 
 def assert_close(got: Any, expected: Any) -> None:
@@ -72,6 +82,11 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def _excess(got: Any, expected: Any, tolerance: float) -> float:
+    return _difference(got, expected) / tolerance
+
+
+def _difference(got: Any, expected: Any) -> float:
+    """Largest difference, relative to the largest value where that is above 1."""
     a, b = (np.asarray(x).astype(np.float64) for x in (got, expected))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     if same.all():
@@ -79,4 +94,4 @@ def _excess(got: Any, expected: Any, tolerance: float) -> float:
     scale = max(1.0, float(np.abs(b[np.isfinite(b)]).max(initial=0.0)))
     with np.errstate(invalid="ignore"):
         worst = float(np.abs(a[~same] - b[~same]).max())
-    return worst / scale / tolerance if np.isfinite(worst) else float("inf")
+    return worst / scale if np.isfinite(worst) else float("inf")

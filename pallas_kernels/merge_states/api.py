@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.backends import resolve_backend
+from pallas_kernels.backends import by_xla, resolve_backend
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.merge_states import reference, validate
 
@@ -38,7 +38,8 @@ def merge_states(
         ValueError: there is no part, or shapes or dtypes do not fit.
         NotImplementedError: `backend` is a platform without a kernel.
     """
-    resolve_backend(validate.OP, backend, {"tpu": None, "gpu": None})  # XLA fuses it: one read of the parts, one write
+    # XLA fuses it everywhere: one read of the parts, one write.
+    resolve_backend(validate.OP, backend, {"tpu": by_xla, "gpu": by_xla})
     outs, lses = validate.stacked("outs", outs), validate.stacked("lses", lses)
     validate.check(outs, lses, sinks)
     out, lse = reference.merge_states(outs, lses, sinks)

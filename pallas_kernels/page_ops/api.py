@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from pallas_kernels.backends import resolve_backend
+from pallas_kernels.backends import by_xla, resolve_backend
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.lazy import lazy
 from pallas_kernels.page_ops import reference, validate
@@ -98,6 +98,6 @@ def scatter_pages(
 def _chosen(op: str, pages: jax.Array, page_ids: jax.Array, backend: str) -> str:
     kernels = {
         "tpu": lambda: kernel_tpu.reason_not_supported(pages, page_ids.shape[0]),
-        "gpu": None,
-    }  # gpu: XLA's scatter
+        "gpu": by_xla,
+    }
     return resolve_backend(op, backend, kernels)

@@ -28,6 +28,7 @@ class MoveCase(KVCase):
     count: int = 64  # pages
 
     op = "page_ops"
+    calls = ("gather_pages", "scatter_pages", "copy_pages", "zero_pages")
     shapes = SHAPES
     kinds = MOVES
     backends = ("reference", "tpu", "gpu")
