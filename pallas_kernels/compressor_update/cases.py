@@ -22,7 +22,6 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES, SparseShape
 
 _STATE_BYTES = 4  # of a number: states are float32
-_INDEXER = " indexer"
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,7 @@ class BenchCase:
     small: Callable[[], BenchCase]  # the same with few tokens and heads
     writes: bool = False
     setting: Any = None  # what rivals of this op need to know
-    has_tokens_in_pages: bool = True  # else the page size is nothing to it
-    same: Any = (
-        None  # cases of shapes that have this in common, a `Case` or part of one, are the same but for their name
-    )
+    same: Any = None  # what cases that measure the same have in common: the `Case`, or what a shape says but its name
 
     @property
     def name(self) -> str:
@@ -64,8 +61,7 @@ class BenchCase:
         """Equal of cases that measure the same."""
         if isinstance(self.same, Case):
             return (self.same,)
-        sizes = self.sizes if self.has_tokens_in_pages else replace(self.sizes, page=0)
-        return self.op, self.kind, self.size, sizes, self.shape if self.same is None else self.same
+        return self.op, self.kind, self.size, self.sizes, self.same
 
 
 def bench_cases(case_type: type[Case], sizes: Sizes) -> Iterator[BenchCase]:
