@@ -1,7 +1,7 @@
-"""vLLM's scheduler with its own manager and with kvjax's, in turns in one process: `schedule()`, admissions, hits.
+"""vLLM's scheduler with its own manager and with kvjax's, in turns in one process: `schedule()` and admissions.
 
-Usage:   DIR/python scripts/vllm_bench.py [--trace FILE] [--json FILE], by the wrapper that vllm_conformance.sh writes
-Flow:    vLLM's Scheduler, twice -> [decoding steps in turns; a trace's prompts] -> medians, hit tokens
+Usage:   DIR/python scripts/vllm_bench.py [--json FILE], by the wrapper that vllm_conformance.sh writes
+Flow:    vLLM's Scheduler, twice -> [decoding steps in turns; prompts in turns] -> medians
 
 A step is `schedule()` of all requests, one decoded token each; prompts differ in length so that every step fills blocks
 of some. What is timed is vLLM's whole `schedule()`, of which the manager is a part, and apart from it the manager's
@@ -13,63 +13,51 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import json
-import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, pairwise
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import vllm.platforms
-from vllm.platforms.cpu import CpuPlatform
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-vllm.platforms._current_platform = CpuPlatform()
-
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.core.sched import scheduler as scheduler_module  # noqa: E402
-from vllm.v1.kv_cache_interface import (  # noqa: E402
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
+from bench_host_cases.vllm_side import (  # sets vLLM's platform, so it comes first
+    block_hasher,
+    config_of,
+    make_manager,
+    make_request,
+    random_hashes,
+    supported,
 )
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-import kvjax.adapters.vllm  # noqa: E402
+# isort: split
+import vllm
+from bench_host_cases.case import time_us
+from bench_host_cases.prompts import admit_and_free
+from bench_host_cases.shapes import BLOCK_SIZE, FULL, HEADS
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.structured_output import StructuredOutputManager
 
-VLLM_MANAGER = scheduler_module.KVCacheManager
+import kvjax.adapters.vllm
+from kvjax.core import KVCacheSpec, SlidingWindowSpec
+
+MANAGERS = ("vllm", "kvjax")
 NAMES = count()  # of requests
-BLOCK_SIZE = 16
 PROMPT = 256
-HEADS = {"block_size": BLOCK_SIZE, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
-KINDS = {
-    "full": lambda: [FullAttentionSpec(**HEADS)],
-    "hybrid": lambda: [FullAttentionSpec(**HEADS)] + [SlidingWindowSpec(**HEADS, sliding_window=128) for _ in range(5)],
+KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "full": (FULL,),
+    "hybrid": (FULL, *[SlidingWindowSpec(**HEADS, sliding_window=128)] * 5),
 }
 
 
-def supported(call: Any, **arguments: Any) -> Any:
-    """Calls with those of the arguments that this release's `call` takes."""
-    known = inspect.signature(call).parameters
-    return call(**{name: value for name, value in arguments.items() if name in known})
-
-
-def config_of(specs: list[Any], num_blocks: int) -> Any:
-    groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def make_scheduler(specs: list[Any], num_requests: int, num_blocks: int) -> Any:
+def make_scheduler(specs: tuple[KVCacheSpec, ...], num_requests: int, num_blocks: int) -> Any:
     """vLLM's, with the manager that is installed."""
     most_tokens = num_requests * (PROMPT + BLOCK_SIZE) + 1
     model = ModelConfig(model="facebook/opt-125m", dtype="float16", seed=42, skip_tokenizer_init=True)
@@ -95,18 +83,6 @@ def make_scheduler(specs: list[Any], num_requests: int, num_blocks: int) -> Any:
     )
 
 
-def make_request(name: str, token_ids: list[int], max_tokens: int, is_hashed: bool = True) -> Any:
-    return supported(
-        Request,
-        request_id=name,
-        prompt_token_ids=token_ids,
-        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-        pooling_params=None,
-        eos_token_id=None,
-        block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256) if is_hashed else None,
-    )
-
-
 @contextmanager
 def manager_of(name: str) -> Iterator[None]:
     """While it lasts, vLLM's scheduler makes that manager."""
@@ -122,14 +98,15 @@ class Decoding:
     """A scheduler whose requests are past their prompts."""
 
     def __init__(self, manager: str, kind: str, num_requests: int) -> None:
-        specs = KINDS[kind]()
+        specs = KINDS[kind]
         num_blocks = 2 + len(specs) * num_requests * (PROMPT // BLOCK_SIZE + 12)
         with manager_of(manager):
             self.scheduler = make_scheduler(specs, num_requests, num_blocks)
         self.manager = self.scheduler.kv_cache_manager
+        hasher = block_hasher()
         for i in range(num_requests):
             tokens = [(i * 7919 + k) % 50_000 for k in range(PROMPT + i % BLOCK_SIZE)]
-            self.scheduler.add_request(make_request(f"r{i}", tokens, 1_000))
+            self.scheduler.add_request(make_request(f"r{i}", tokens, hasher=hasher))
         for _ in range(3):
             self.step()
         assert len(self.scheduler.running) == num_requests
@@ -163,22 +140,23 @@ class Decoding:
         return (end - start) / 1e3
 
 
-def bench_decoding(kind: str, num_requests: int, num_steps: int) -> dict[str, Any]:
-    """Medians in microseconds; the two schedulers step in turns."""
-    both = {name: Decoding(name, kind, num_requests) for name in ("vllm", "kvjax")}
-    result: dict[str, Any] = {"case": f"schedule/{kind}/{num_requests}", "steps": num_steps}
+def in_turns(calls: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Medians of what the calls give, collector off."""
     gc.collect()
     gc.disable()
-    for part in ("schedule", "allocate"):
-        samples: dict[str, list[float]] = {name: [] for name in both}
-        for _ in range(num_steps):
-            for name, decoding in both.items():
-                samples[name].append(decoding.step() if part == "schedule" else decoding.allocate())
-        for name, values in samples.items():
-            result[f"{name}_{part}_us"] = round(median(values), 1)
+    samples = [{name: call() for name, call in calls.items()} for _ in range(rounds)]
     gc.enable()
-    result["schedule_ratio"] = round(result["vllm_schedule_us"] / result["kvjax_schedule_us"], 3)
-    result["allocate_ratio"] = round(result["vllm_allocate_us"] / result["kvjax_allocate_us"], 3)
+    return {name: round(median(sample[name] for sample in samples), 1) for name in calls}
+
+
+def bench_decoding(kind: str, num_requests: int, num_steps: int) -> dict[str, Any]:
+    """Medians in microseconds; the two schedulers step in turns."""
+    both = {name: Decoding(name, kind, num_requests) for name in MANAGERS}
+    result: dict[str, Any] = {"case": f"schedule/{kind}/{num_requests}", "steps": num_steps}
+    for part, call in (("schedule", Decoding.step), ("allocate", Decoding.allocate)):
+        medians = in_turns({name: partial(call, decoding) for name, decoding in both.items()}, num_steps)
+        result |= {f"{name}_{part}_us": value for name, value in medians.items()}
+        result[f"{part}_ratio"] = round(medians["vllm"] / medians["kvjax"], 3)
     return result
 
 
@@ -186,98 +164,42 @@ class Admissions:
     """A manager that prompts pass through, one at a time."""
 
     def __init__(self, manager: str, kind: str, num_tokens: int, num_hit: int) -> None:
-        specs = KINDS[kind]()
         with manager_of(manager):
-            make = scheduler_module.KVCacheManager
-        sizes = {"max_model_len": 2 * num_tokens, "hash_block_size": BLOCK_SIZE, "scheduler_block_size": BLOCK_SIZE}
-        num_blocks = 8 * len(specs) * num_tokens // BLOCK_SIZE
-        known = inspect.signature(VLLM_MANAGER).parameters
-        sizes = {name: size for name, size in sizes.items() if name in known}
-        self.manager = make(config_of(specs, num_blocks), **sizes)
-        self.num_tokens, self.num_hit = num_tokens, num_hit
-        self.shared = [os.urandom(32) for _ in range(num_hit // BLOCK_SIZE)]
+            made = scheduler_module.KVCacheManager
+        num_blocks = 8 * len(KINDS[kind]) * num_tokens // BLOCK_SIZE
+        self.manager = make_manager(made, KINDS[kind], num_blocks, 2 * num_tokens)
+        self.num_tokens, self.shared = num_tokens, random_hashes(num_hit // BLOCK_SIZE)
         for _ in range(3):
             self.admit()
 
-    def admit(self) -> list[float]:
+    def admit(self) -> float:
         """Microseconds of CPU time of lookup, allocation and free of a new prompt."""
-        request = make_request(f"p{next(NAMES)}", [0] * self.num_tokens, 1, is_hashed=False)
-        own = [os.urandom(32) for _ in range((self.num_tokens - self.num_hit) // BLOCK_SIZE)]
-        request.block_hashes[:] = [bytes(bytearray(value)) for value in self.shared] + own
-        times = [time.thread_time_ns()]
-        blocks, num_computed, *_ = self.manager.get_computed_blocks(request)
-        times.append(time.thread_time_ns())
-        if self.manager.allocate_slots(request, self.num_tokens - num_computed, num_computed, blocks) is None:
-            raise AssertionError("a prompt does not fit")
-        times.append(time.thread_time_ns())
-        self.manager.free(request)
-        times.append(time.thread_time_ns())
-        return [(end - start) / 1e3 for start, end in pairwise(times)]
+        own = random_hashes(self.num_tokens // BLOCK_SIZE - len(self.shared))
+        hashes = [bytes(bytearray(value)) for value in self.shared] + own  # objects that Python has not hashed
+        request = make_request(f"p{next(NAMES)}", [0] * self.num_tokens, hashes)
+        return time_us(partial(admit_and_free, self.manager, request))
 
 
 def bench_admissions(kind: str, num_tokens: int, num_hit: int, rounds: int) -> dict[str, Any]:
     """Medians in microseconds; the two managers admit in turns."""
-    both = {name: Admissions(name, kind, num_tokens, num_hit) for name in ("vllm", "kvjax")}
-    samples: dict[str, list[list[float]]] = {name: [] for name in both}
-    gc.collect()
-    gc.disable()
-    for _ in range(rounds):
-        for name, admissions in both.items():
-            samples[name].append(admissions.admit())
-    gc.enable()
-    result: dict[str, Any] = {"case": f"admit/{kind}/{num_tokens}/{num_hit}", "rounds": rounds}
-    for name, values in samples.items():
-        parts = [round(median(part), 1) for part in zip(*values, strict=True)]
-        result |= dict(zip((f"{name}_look_up_us", f"{name}_allocate_us", f"{name}_free_us"), parts, strict=True))
-        result[f"{name}_us"] = round(median(sum(value) for value in values), 1)
-    result["ratio"] = round(result["vllm_us"] / result["kvjax_us"], 3)
-    return result
-
-
-def replay_hits(manager: str, lines: list[dict[str, Any]], num_blocks: int) -> dict[str, Any]:
-    """Hit tokens of a trace's prompts, one request at a time, blocks of 512 tokens, and the time of it."""
-    size = 512
-    spec = FullAttentionSpec(**HEADS | {"block_size": size})
-    with manager_of(manager):
-        make = scheduler_module.KVCacheManager
-    longest = max(line["input_length"] for line in lines) + 1
-    arguments = {"max_model_len": longest, "hash_block_size": size, "enable_caching": True, "log_stats": True}
-    if "scheduler_block_size" in inspect.signature(VLLM_MANAGER).parameters:
-        arguments["scheduler_block_size"] = size
-    cache = make(config_of([spec], num_blocks), **arguments)
-    hits = queries = 0
-    start = time.perf_counter()
-    for i, line in enumerate(lines):
-        request = make_request(f"r{i}", [0] * line["input_length"], 1, is_hashed=False)
-        full = line["hash_ids"][: line["input_length"] // size]
-        request.block_hashes[:] = [value.to_bytes(32, "big") for value in full]
-        blocks, num_tokens, *_ = cache.get_computed_blocks(request)
-        if cache.allocate_slots(request, request.num_tokens - num_tokens, num_tokens, blocks) is None:
-            raise AssertionError("a prompt does not fit")
-        cache.free(request)
-        hits += num_tokens
-        queries += request.num_tokens
-    seconds = time.perf_counter() - start
-    return {
-        "manager": manager,
-        "num_blocks": num_blocks,
-        "queries": queries,
-        "hits": hits,
-        "seconds": round(seconds, 2),
-    }
+    medians = in_turns({name: Admissions(name, kind, num_tokens, num_hit).admit for name in MANAGERS}, rounds)
+    case = {"case": f"admit/{kind}/{num_tokens}/{num_hit}", "rounds": rounds}
+    return (
+        case
+        | {f"{name}_us": value for name, value in medians.items()}
+        | {"ratio": round(medians["vllm"] / medians["kvjax"], 3)}
+    )
 
 
 def main() -> int:
-    """Measures, prints, writes; 1 if hits differ."""
+    """Measures, prints, writes; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1_024)
-    parser.add_argument("--steps", type=int, default=48, help="0: only the trace")
+    parser.add_argument("--steps", type=int, default=48, help="of each case; 0: none")
     parser.add_argument("--rounds", type=int, default=200, help="prompts of each admission; 0: none")
-    parser.add_argument("--trace", type=Path, help="JSON lines of input_length and hash_ids of 512 tokens (Mooncake)")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args()
-    init_none_hash(sha256)
-    results: dict[str, Any] = {"vllm": vllm.__version__, "admissions": [], "decoding": [], "trace": []}
+    results: dict[str, Any] = {"vllm": vllm.__version__, "admissions": [], "decoding": []}
     for kind in KINDS if options.rounds else ():
         for num_tokens in (64, 512, 8_192):
             for num_hit in (0, num_tokens // 2):
@@ -286,16 +208,9 @@ def main() -> int:
     for kind in KINDS if options.steps else ():
         results["decoding"].append(bench_decoding(kind, options.requests, options.steps))
         print(results["decoding"][-1], flush=True)
-    if options.trace is not None:
-        lines = [json.loads(line) for line in options.trace.read_text().splitlines()]
-        for num_blocks in (10_000, 50_000):
-            for name in ("vllm", "kvjax"):
-                results["trace"].append(replay_hits(name, lines, num_blocks))
-                print(results["trace"][-1], flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
-    pairs = zip(results["trace"][::2], results["trace"][1::2], strict=True)
-    return int(any(own["hits"] != ours["hits"] for own, ours in pairs))
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,13 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_bench import make_request  # sets vLLM's platform, so it comes first
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from bench_host_cases.vllm_side import make_request  # sets vLLM's platform, so it comes first
 
 # isort: split
 import torch
@@ -115,7 +118,7 @@ class Replay:
     def serve(self, name: str, line: dict[str, Any]) -> int | None:
         """Hit tokens of a prompt; None: it does not fit."""
         num_tokens = line["input_length"]
-        request = make_request(name, [0] * num_tokens, 1, is_hashed=False)
+        request = make_request(name, [0] * num_tokens)
         request.block_hashes[:] = self._hashes(line["hash_ids"], num_tokens)
         blocks, hit, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
         given: tuple[Any, ...] = (hit, blocks)

@@ -32,16 +32,16 @@ def admit(manager: Any, request: Any) -> None:
     allocate(manager, request, request.num_tokens, num_hit, hit)
 
 
+def admit_and_free(manager: Any, request: Any) -> None:
+    admit(manager, request)
+    manager.free(request)
+
+
 def admission_samples(side: Side, num_tokens: int) -> list[float]:
     manager = side.manager((FULL,), (NUM_ADMITTED + 2) * -(-num_tokens // BLOCK_SIZE) + 1, MAX_MODEL_LEN)
     requests = [side.request(f"r{i}", num_tokens) for i in range(NUM_ADMITTED + 1)]
 
-    def admit_and_free() -> None:
-        request = requests.pop()
-        admit(manager, request)
-        manager.free(request)
-
-    return sample_us(admit_and_free, NUM_ADMITTED)
+    return sample_us(lambda: admit_and_free(manager, requests.pop()), NUM_ADMITTED)
 
 
 class LongPrompts:

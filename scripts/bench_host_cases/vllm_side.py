@@ -1,5 +1,6 @@
 """vLLM's side of the cases: its own KVCacheManager, BlockPool and block hasher. Imported where vLLM is installed."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import inspect
@@ -9,6 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+
+vllm.platforms._current_platform = CpuPlatform()  # before anything asks for it
+
+# isort: split
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface as interface
@@ -39,6 +46,12 @@ def spec_of(spec: KVCacheSpec) -> Any:
     return getattr(interface, type(spec).__name__)(**fields)
 
 
+def config_of(specs: Sequence[KVCacheSpec], num_blocks: int) -> Any:
+    """vLLM's, with a group for each spec."""
+    groups = [interface.KVCacheGroupSpec([f"layers.{i}"], spec_of(spec)) for i, spec in enumerate(specs)]
+    return interface.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
 def make_request(name: str, token_ids: list[int], hashes: list[bytes] | None = None, hasher: Any = None) -> Request:
     """A request with those hashes, or hashed by vLLM's hasher."""
     request = supported(
@@ -65,14 +78,19 @@ def block_hasher(algorithm: str = "sha256_cbor") -> Any:
     return get_request_block_hasher(BLOCK_SIZE, hash_value)
 
 
+def make_manager(kind: Any, specs: Sequence[KVCacheSpec], num_blocks: int, max_model_len: int) -> Any:
+    """A manager of vLLM's class, or of one that has its calls; its constructor takes what this release's does."""
+    sizes = {"max_model_len": max_model_len, "hash_block_size": BLOCK_SIZE, "scheduler_block_size": BLOCK_SIZE}
+    known = inspect.signature(KVCacheManager).parameters
+    sizes = {name: size for name, size in sizes.items() if name in known}
+    return kind(config_of(specs, num_blocks), **sizes)
+
+
 class VllmSide:
     """As `Side`. Deals with kinds that have a spec of the same name in vLLM."""
 
     def manager(self, specs: Sequence[KVCacheSpec], num_blocks: int, max_model_len: int) -> KVCacheManager:
-        groups = [interface.KVCacheGroupSpec([f"layers.{i}"], spec_of(spec)) for i, spec in enumerate(specs)]
-        config = interface.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        sizes = {"hash_block_size": BLOCK_SIZE, "scheduler_block_size": BLOCK_SIZE}
-        return supported(KVCacheManager, kv_cache_config=config, max_model_len=max_model_len, **sizes)
+        return make_manager(KVCacheManager, specs, num_blocks, max_model_len)
 
     def request(self, name: str, num_tokens: int) -> Request:
         return make_request(name, [0] * num_tokens, random_hashes(num_tokens // BLOCK_SIZE))
