@@ -8,7 +8,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kvjax.cli.arguments import byte_size, interval, non_negative_float, positive_float, positive_int
+from kvjax.cli.arguments import (
+    add_fields,
+    byte_size,
+    interval,
+    non_negative_float,
+    positive_float,
+    positive_int,
+    read_fields,
+)
 from kvjax.cli.rules import add_rules_argument, release_of
 from kvjax.configs import known_models, load_model_config
 from kvjax.core.eviction import FREE_ORDERS
@@ -169,42 +177,8 @@ def add_tier_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_speed_arguments(group: argparse._ArgumentGroup) -> None:
     """How fast a step is, and how much fits in one."""
-    speed, batching = SpeedModel(), BatchingConfig()
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=positive_int,
-        default=batching.max_num_batched_tokens,
-        metavar="N",
-        help=f"token budget of a step (default: {batching.max_num_batched_tokens:,})",
-    )
-    group.add_argument(
-        "--max-num-seqs",
-        type=positive_int,
-        default=batching.max_num_seqs,
-        metavar="N",
-        help=f"requests that run at once (default: {batching.max_num_seqs})",
-    )
-    group.add_argument(
-        "--prefill-tokens-per-s",
-        type=positive_float,
-        default=speed.prefill_tokens_per_s,
-        metavar="X",
-        help=f"default: {speed.prefill_tokens_per_s:,.0f}",
-    )
-    for name, help_text in (
-        ("step_overhead_ms", "every step"),
-        ("decode_base_ms", "a step that decodes: reading the weights"),
-        ("decode_us_per_request", "each decoding request"),
-        ("decode_ns_per_kv_token", "each token that decoding requests attend to"),
-    ):
-        default = getattr(speed, name)
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=non_negative_float,
-            default=default,
-            metavar="X",
-            help=f"{help_text} (default: {default:g})",
-        )
+    add_fields(group, BatchingConfig)
+    add_fields(group, SpeedModel)
 
 
 def trace_of(args: argparse.Namespace) -> tuple[Sequence[TraceRequest], str | None]:
@@ -290,12 +264,6 @@ def config_of(args: argparse.Namespace) -> ReplayConfig:
         platform=args.platform,
         tensor_parallel=args.tensor_parallel,
         hybrid=not args.no_hybrid,
-        speed=SpeedModel(
-            prefill_tokens_per_s=args.prefill_tokens_per_s,
-            step_overhead_ms=args.step_overhead_ms,
-            decode_base_ms=args.decode_base_ms,
-            decode_us_per_request=args.decode_us_per_request,
-            decode_ns_per_kv_token=args.decode_ns_per_kv_token,
-        ),
-        batching=BatchingConfig(args.max_num_batched_tokens, args.max_num_seqs),
+        speed=read_fields(args, SpeedModel),
+        batching=read_fields(args, BatchingConfig),
     )

@@ -21,7 +21,7 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import thread_time_ns
 from typing import Protocol
 
@@ -42,8 +42,8 @@ from kvjax.replay.trace import TraceRequest
 class BatchingConfig:
     """Bounds of a step."""
 
-    max_num_batched_tokens: int = 8_192
-    max_num_seqs: int = 256
+    max_num_batched_tokens: int = field(default=8_192, metadata={"doc": "token budget of a step"})
+    max_num_seqs: int = field(default=256, metadata={"doc": "requests that run at once"})
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import pytest
 
 from kvjax import __version__
-from kvjax.cli.arguments import non_negative_float, positive_float, positive_int
+from kvjax.cli.arguments import add_fields, non_negative_float, positive_float, positive_int, read_fields
 from kvjax.cli.interrupts import interruptible
 from kvjax.cli.main import COMMANDS, main
 from kvjax.errors import ConfigError
@@ -165,3 +166,16 @@ def test_errors_have_a_status_and_one_line(
     monkeypatch.setattr("kvjax.cli.plan.run", fail)
     assert main(["plan", "qwen3-8b"]) == status
     assert capsys.readouterr().err == message
+
+
+def test_an_option_stands_for_each_field_of_a_dataclass() -> None:
+    @dataclass(frozen=True)
+    class Sizes:
+        num_rows: int = field(default=2_000, metadata={"doc": "rows"})
+        step_ms: float = field(default=1.5, metadata={"doc": "a step"})
+
+    parser = argparse.ArgumentParser()
+    add_fields(parser, Sizes)
+    assert "rows (default: 2,000)" in parser.format_help()
+    assert read_fields(parser.parse_args([]), Sizes) == Sizes()
+    assert read_fields(parser.parse_args(["--num-rows", "3", "--step-ms", "0"]), Sizes) == Sizes(3, 0.0)
