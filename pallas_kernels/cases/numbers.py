@@ -61,4 +61,5 @@ def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
     if dtype.itemsize == 1:
         limit = float(jnp.finfo(dtype).max)
         x = np.where(np.isnan(x), x, np.clip(x, -limit, limit))
-    return x.astype(np.float32).astype(dtype)
+    with np.errstate(over="ignore"):  # beyond the range of 16 bits is infinity
+        return x.astype(np.float32).astype(dtype)
