@@ -16,6 +16,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import sweep_slice
+
 # Where there is a TPU or an NVIDIA GPU, the tests of its kernels run on it (pallas_kernels/interpret);
 # the CPU stays the default. A TPU is held by one process: this one, if it runs tests itself, never a child of it.
 HAS_TPU = importlib.util.find_spec("libtpu") is not None and (
@@ -52,9 +54,17 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 KEPT_CASES: dict[str, int] = json.loads((Path(__file__).parent / "quick_cases.json").read_text())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Those of the sweep."""
+    sweep_slice.add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Small caches may never hit; only tests of the warning look at it."""
     config.addinivalue_line("filterwarnings", "ignore::kvjax.errors.NeverHitsWarning")
+    seed = config.getoption("--sweep-slice")
+    if seed is not None:
+        config.pluginmanager.register(sweep_slice.SweepSlice(seed, config.getoption("--sweep-seconds")))
 
 
 @pytest.hookimpl(tryfirst=True)

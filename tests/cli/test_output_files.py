@@ -28,10 +28,16 @@ def test_folders_and_files_nowhere_are_refused(tmp_path: Path) -> None:
         output_file(str(tmp_path / "none" / "x.json"))
 
 
-def test_files_that_may_not_be_written_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a file that may be written, got"):
-        output_file(str(tmp_path / "x.json"))
+def test_files_that_may_be_read_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old file of that kind, and a new one in such a folder."""
+    old, folder = tmp_path / "old.json", tmp_path / "folder"
+    old.write_text("kept")
+    folder.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK or path not in (old, folder))
+    for path in (old, folder / "new.json"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a file that may be written, got"):
+            output_file(str(path))
+    assert output_file(str(tmp_path / "new.json")) == tmp_path / "new.json"
 
 
 def test_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

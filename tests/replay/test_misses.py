@@ -12,8 +12,11 @@ from kvjax.core import (
     MissReason,
     SlidingWindowSpec,
 )
+from kvjax.core.misses.lookup_report import LookupReport
+from kvjax.core.watch.evicted_blocks import EvictedBlock
 from kvjax.planning import Load
 from kvjax.replay import ReplayConfig, ReplayResult, SpeedModel, generate_workload, result_json, result_text, run_replay
+from kvjax.replay.misses import MissCounts
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float32")
 
@@ -66,6 +69,15 @@ def test_what_the_infinite_cache_hits_besides_lacks_a_checkpoint_or_was_evicted(
         assert recorder.hit_tokens + tokens.total() == recorder.prompt_tokens
         assert lost == recorder.infinite_hit_tokens - recorder.hit_tokens
         assert lost or "full" not in kinds
+
+
+def test_lookups_that_lack_evicted_blocks_count_when_these_went() -> None:
+    """In seconds and in evictions, as the lookup says them; a lookup that lacks none counts neither."""
+    counts = MissCounts()
+    gone = EvictedBlock(was_reused=False, num_evicted_since=7, seconds_since=2.5)
+    counts.count(LookupReport("a", 32, 0, {MissReason.EVICTED: 16, MissReason.NEVER_SEEN: 16}, evicted=gone))
+    counts.count(LookupReport("b", 32, 0, {MissReason.NEVER_SEEN: 32}))
+    assert (counts.evicted_seconds_ago, counts.evicted_blocks_ago) == ([2.5], [7])
 
 
 def test_what_is_evicted_too_long_ago_counts_as_never_seen() -> None:

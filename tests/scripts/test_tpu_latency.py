@@ -56,7 +56,7 @@ def test_one_buffer_hides_nothing() -> None:
         assert Ring(1, starts_between).step_seconds(0.25, 0.5, 1.0) == 1.75
 
 
-def test_the_issues_figures() -> None:
+def test_two_buffers_wait_for_latency_where_four_do_not() -> None:
     """8 heads at 8k on v7x: 14.9 us with two buffers of 2 MiB at L = 1 us, HBM's 9.1 with four."""
     chip = CHIPS["v7x"]
     pair, four = (Work(10_250, 8192 * 4096, 16, Ring(buffers)) for buffers in (2, 4))
