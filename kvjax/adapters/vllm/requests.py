@@ -42,7 +42,8 @@ class KnownRequests:
         if type(request) is not self._known_class:
             self._release.check_request(request)
             self._known_class = type(request)
-        keys, tokens, num_prompt = {}, np.zeros(max(num_tokens, 1), np.int32), request.num_prompt_tokens
+        keys, tokens = {}, np.zeros(max(num_tokens, 1), np.int32)
+        num_prompt = max(request.num_prompt_tokens, 1)  # kvjax has no empty prompts
         if self._tells_tokens and num_tokens:
             keys, tokens = self._extra_keys(request), np.array(request.all_token_ids[:num_tokens], np.int32)
         made = Request(

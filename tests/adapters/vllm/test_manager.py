@@ -504,6 +504,13 @@ def test_a_preempted_request_keeps_the_window_at_the_end_of_its_prompt(newest: A
     assert [[i for i, is_cached in enumerate(group) if is_cached] for group in cached] == [list(range(7)), [3, 4]]
 
 
+def test_a_request_with_an_empty_prompt_gets_slots(vllm: Any) -> None:
+    """As vLLM gives it."""
+    manager = manager_of(vllm)
+    blocks = manager.allocate_slots(request_of("a", []), num_new_tokens=3, num_lookahead_tokens=2)
+    assert [len(group) for group in blocks.blocks] == [2]
+
+
 def test_a_load_into_a_window_that_is_not_cached_is_not_zeroed_where_vllm_names_it(newest: Any) -> None:
     """The window's pages behind the loaded tokens are no load's, so they are zeroed."""
     window = spec_of(newest, "SlidingWindowMLASpec", sliding_window=8, bounded_replay=True)
