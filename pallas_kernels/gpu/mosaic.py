@@ -253,10 +253,10 @@ def load_matrix(ref: Any, dtype: Any) -> jax.Array:
 
 def store_plain(ref: Any, x: jax.Array) -> None:
     """`x` [rows, n] in registers to shared memory that is not tiled, whose rows may then be copied one by one."""
-    if is_interpreted() or _BEFORE_0_11:
-        ref[...] = x
-    else:
+    if hasattr(plgpu, "store") and not is_interpreted():  # from jax 0.12 on
         plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 def load_per_row(ref: Any) -> jax.Array:
