@@ -4,6 +4,7 @@ Flow:    DeviceBatch, sampling inputs (numpy) -> [PackedInputs.pack] -> int32[n]
          -> [PackedInputs.unpack] -> the same trees of jax arrays
 
 Where each array lies depends on the shapes alone, so on the bucket: unpacking is static slices of the step's program.
+Each begins at a multiple of `ALIGNMENT` numbers.
 Arrays of four bytes a number go in as they are, booleans as int32. By themselves go those of another size, and those
 so large (block tables of many requests) that a second copy costs more than an array.
 """
@@ -23,6 +24,7 @@ import numpy as np
 from kvjax.core.tables.given_arrays import own_copy
 
 _SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
+ALIGNMENT = 64  # numbers: XLA gives a kernel for GPUs a slice of the buffer as it lies, which has to begin at 256 bytes
 OWN_BYTES = 1 << 16  # arrays from here on go by themselves: to copy so many bytes takes as long as to pass an array
 
 # The tree, and shape and dtype of each array: all that a layout depends on.
@@ -48,6 +50,11 @@ class _Place:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def filling(self) -> np.ndarray:  # int32[n]
+        """What lies between it and the next one."""
+        return np.zeros(_aligned(self.size) - self.size, np.int32)
+
 
 class PackedInputs:
     """The layout of trees of one structure and shape. Immutable."""
@@ -59,11 +66,16 @@ class PackedInputs:
             size = math.prod(shape)
             packed = is_packed(size, dtype)
             places.append(_Place(shape, dtype, end if packed else None))
-            end += size if packed else 0
+            end += _aligned(size) if packed else 0
         self._places = tuple(places)
-        # Which arrays are packed, and whether one is a row of int32 already; which go by themselves.
+        # Which arrays are packed, whether one is a row of int32 already, and what fills up behind it; which go by
+        # themselves.
         self._packed = [
-            (i, len(place.shape) == 1 and place.dtype == np.int32)
+            (
+                i,
+                len(place.shape) == 1 and place.dtype == np.int32,
+                np.zeros(_aligned(place.size) - place.size, np.int32),
+            )
             for i, place in enumerate(places)
             if place.start is not None
         ]
@@ -71,7 +83,9 @@ class PackedInputs:
 
     def pack(self, leaves: Sequence[np.ndarray]) -> Packed:
         """Copies of the arrays of a tree, in `jax.tree.leaves`' order; large read-only ones go as they are."""
-        parts = [leaves[i] if is_plain else _as_int32(leaves[i]) for i, is_plain in self._packed]
+        parts = []
+        for i, is_plain, filling in self._packed:
+            parts += (leaves[i] if is_plain else _as_int32(leaves[i]), filling)
         buffer = np.concatenate(parts) if parts else np.zeros(0, np.int32)
         return Packed(buffer, tuple([own_copy(leaves[i]) for i in self._own]))
 
@@ -82,6 +96,11 @@ class PackedInputs:
             self._tree,
             [next(left) if place.start is None else _as_array(buffer, place) for place in self._places],
         )
+
+
+def _aligned(size: int) -> int:
+    """Numbers from the start of one array to that of the next."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def is_packed(size: int, dtype: np.dtype) -> bool:

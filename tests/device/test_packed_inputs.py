@@ -70,7 +70,17 @@ def test_large_arrays_and_those_of_other_sizes_go_by_themselves() -> None:
     assert_same(got, tree)
     assert_same(packed.own, (large, short))
     assert not any(np.shares_memory(array, leaf) for array, leaf in zip(packed.own, (large, short), strict=True))
-    assert packed.buffer.size == large.size - 1
+    assert packed.buffer.size == large.size
+
+
+def test_each_array_begins_at_256_bytes() -> None:
+    """As XLA wants it that gives a kernel a slice of the buffer as it lies."""
+    tree = {
+        name: np.full(size, value, np.int32) for value, (name, size) in enumerate({"a": 3, "b": 64, "c": 65}.items())
+    }
+    _, packed = through_a_program(tree)
+    assert np.flatnonzero(np.diff(packed.buffer)).tolist() == [63, 127, 192]
+    assert packed.buffer.size % 64 == 0
 
 
 def test_a_packed_buffer_is_a_copy_of_every_small_array() -> None:
