@@ -83,7 +83,7 @@ class PackedInputs:
 
     def pack(self, leaves: Sequence[np.ndarray]) -> Packed:
         """Copies of the arrays of a tree, in `jax.tree.leaves`' order; large read-only ones go as they are."""
-        parts = []
+        parts: list[np.ndarray] = []
         for i, is_plain, filling in self._packed:
             parts += (leaves[i] if is_plain else _as_int32(leaves[i]), filling)
         buffer = np.concatenate(parts) if parts else np.zeros(0, np.int32)
