@@ -58,7 +58,7 @@ class LearnedOrder:
         for block_id in block_ids:
             self._is_here[block_id] = True
         self.num_free_blocks += len(block_ids)
-        self._pending.append((False, self._now, block_ids))
+        self._pending.append((False, self._now, tuple(block_ids)))
 
     @property
     def tells_young(self) -> bool:
@@ -79,8 +79,7 @@ class LearnedOrder:
 
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """Removes the next victims; there are as many blocks here."""
-        if self._victims.num_free_blocks < num_blocks:
-            self._name_victims(num_blocks)
+        self._name_victims(num_blocks)
         ids = self._victims.take(num_blocks)
         self._is_here[ids] = False
         self.num_free_blocks -= num_blocks

@@ -77,7 +77,7 @@ class RunKeeper:
             self._drop_others_blocks(run)
 
     def _drop_others_blocks(self, run: int) -> None:
-        """Of the blocks that wait in a run's list only its own stay."""
+        """Keeps in a run that waits only the blocks that are still its own."""
         if self.runs.is_listed(run):
             blocks = self.runs.blocks[run]
             self.runs.blocks[run] = blocks[self.run_of[blocks] == run]
