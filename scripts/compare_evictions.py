@@ -45,7 +45,7 @@ COLORS = {
 RETAINED_MODELS = ("gemma-3-27b", "qwen3-next-80b-a3b")
 SHARES = (0.01, 0.025, 0.06, 0.16, 0.4)  # of a trace's distinct blocks
 INTERVALS = (None, 8_192, 0)
-ORDERS = (("lru", "append"), ("lru", "uncached_first"), ("slru", "uncached_first"))  # of retention: policy, free order
+RETENTION_POLICIES = ("lru", "slru")
 
 
 def work_of(num_tokens: int) -> float:
@@ -60,7 +60,6 @@ class Case:
     model: str
     num_blocks: int
     policy: str
-    free_order: str = "uncached_first"
     interval: int | None = None
     block_size: int = BLOCK_SIZE
     serial: bool = True
@@ -78,7 +77,6 @@ class Case:
                 specs=load_model_config(self.model).kv_cache_specs(self.block_size),
                 num_blocks=self.num_blocks,
                 hash_algorithm="xxhash_cbor",
-                free_order=self.free_order,
                 eviction_policy=self.policy,
                 retention_interval=self.interval,
                 serial=self.serial,
@@ -136,12 +134,12 @@ def policy_table(results: Results, sizes: Iterable[int]) -> tuple[list[list[str]
 
 
 def retention_table(results: Results, models: Iterable[str], num_blocks: int) -> list[list[str]]:
-    """Rows: model and interval; blocks that were cached, and the hit rate under each order."""
+    """Rows: model and interval; blocks that were cached, and the hit rate under each policy."""
     rows = []
     for model in models:
         for interval in INTERVALS:
             every = "everything" if interval is None else f"every {interval:,}" if interval else "ends and partings"
-            found = [results.of(Case(model, num_blocks, *order, interval)) for order in ORDERS]
+            found = [results.of(Case(model, num_blocks, policy, interval)) for policy in RETENTION_POLICIES]
             rates = [f"{100 * one['hit_tokens'] / one['prompt_tokens']:.2f} %" for one in found]
             rows.append([model, every, f"{found[-1]['registered_blocks']:,}", *rates])
     return rows
@@ -234,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\nAn infinite cache: {infinite:.2f} %.\n")
     if options.plot is not None:
         plot(options.plot, results, options.sizes, rates)
-    head = ["model", "kept", "blocks cached", *(" ".join(dict.fromkeys(order)) for order in ORDERS)]
+    head = ["model", "kept", "blocks cached", *RETENTION_POLICIES]
     results = Results(options.json, trace[: options.retention_requests], told[0], options.block_size)
     print(markdown(head, retention_table(results, options.models.split(","), options.retention_blocks)))
     return 0

@@ -6,6 +6,8 @@ Tests that state where a block stands in that order take them; what holds for ev
 from types import MappingProxyType
 from typing import Any
 
+from kvjax.core import ReleaseRules
+
 PLAIN_LRU: MappingProxyType[str, Any] = MappingProxyType(
-    {"eviction_policy": "lru", "free_order": "append", "retention_interval": None}
+    {"eviction_policy": "lru", "retention_interval": None, "rules": ReleaseRules(free_order="append")}
 )

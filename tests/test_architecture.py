@@ -137,6 +137,7 @@ ROOMS = {
         "requests",
         "watch",
         "eviction",
+        "options",
         "pool",
         "kinds",
         "step",

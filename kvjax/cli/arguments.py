@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TypeVar
 
-from kvjax.core.kinds.retention import AUTO
+from kvjax.core.options.manager_options import AUTO
 from kvjax.text import parse_bytes
 
 Value = TypeVar("Value")

@@ -19,7 +19,6 @@ from kvjax.cli.arguments import (
 )
 from kvjax.cli.rules import add_rules_argument, release_of
 from kvjax.configs import known_models, load_model_config
-from kvjax.core.eviction import FREE_ORDERS
 from kvjax.core.hashing.block_hash import ALGORITHMS
 from kvjax.errors import ConfigError
 from kvjax.planning import Load
@@ -46,7 +45,6 @@ DEFAULT_NUM_REQUESTS = 2_000
 CACHING_RULES = {
     "policy": "eviction_policy",
     "retention_interval": "retention_interval",
-    "free_order": "free_order",
 }
 
 
@@ -141,12 +139,6 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="keep windows, chunks and recurrent states where requests end or part, and every N tokens (0: nowhere "
         f"else; auto: 512 or more; all: everywhere; default: {ReplayConfig.retention_interval or 'all'})",
-    )
-    group.add_argument(
-        "--free-order",
-        choices=FREE_ORDERS,
-        default=argparse.SUPPRESS,
-        help=f"whether lru reuses blocks without a hash first, or in turn (default: {ReplayConfig.free_order})",
     )
     add_rules_argument(group, CACHING_RULES)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 
-from kvjax.core.manager.release_rules import RELEASES
+from kvjax.core.options.release_rules import RELEASES
 from kvjax.errors import ConfigError
 
 PREFIX = "vllm-"

@@ -13,6 +13,8 @@ from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.core.misses.lookup_report import LookupReport, MissReason
 from kvjax.core.misses.miss_reasons import MissReasons
+from kvjax.core.options.manager_options import ManagerOptions
+from kvjax.core.options.release_rules import ReleaseRules
 from kvjax.core.pool.kv_cache_blocks import ElsewhereBlocks, ElsewhereHit, KVCacheBlocks
 from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.requests.request import LoRARequest, MultiModalFeature, Request
@@ -54,12 +56,14 @@ __all__ = [
     "MLAAttentionSpec",
     "MRopePositions",
     "MambaSpec",
+    "ManagerOptions",
     "MissReason",
     "MissReasons",
     "MultiModalFeature",
     "PageCopies",
     "PinnedPrefix",
     "PrefixCacheStats",
+    "ReleaseRules",
     "Request",
     "RequestTable",
     "SinkFullAttentionSpec",

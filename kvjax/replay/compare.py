@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from kvjax.core.manager.release_rules import RELEASES
+from kvjax.core.options.release_rules import RELEASES
 from kvjax.replay.bounds import find_bounds
 from kvjax.replay.replay import ReplayConfig, plan_cache, run_replay
 from kvjax.replay.trace import TraceRequest

@@ -121,7 +121,7 @@ def replica_lines(result: FleetResult) -> list[str]:
     blocks = " + ".join(f"{pool.num_blocks - 1:,}" for pool in result.plan.pools)
     lines = [
         f"each replica: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
-        f"{config.rules['eviction_policy']} eviction",
+        f"{config.manager_options.eviction_policy} eviction",
         f"speed model: {config.speed.describe()}",
     ]
     return lines if config.tiers is None else [*lines, tier_text(config.tiers)]

@@ -13,14 +13,12 @@ from functools import partial
 from math import gcd, lcm
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.hashing.block_hash import BlockHasher
-from kvjax.core.kinds.retention import AUTO
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
-from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.misses.miss_reasons import MissReasons
+from kvjax.core.options.manager_options import AUTO, ManagerOptions
 from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.spec import KVCacheSpec
 from kvjax.core.watch.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
@@ -56,10 +54,9 @@ class ReplayConfig:
     memory_bytes: int | None = None
     load: Load | None = None  # that several pools are balanced for, beside what runs; None: that of the trace
     hash_algorithm: str = "sha256_cbor"
-    free_order: str = "uncached_first"
     eviction_policy: str = DEFAULT_POLICY  # of REPLAY_POLICIES
     retention_interval: int | str | None = AUTO  # tokens between checkpoints of windows, chunks and states; None: all
-    release: str | None = None  # of vLLM, whose exact rules stand in place of the three above
+    release: str | None = None  # of vLLM, whose exact rules stand in place of the two above
     serial: bool = False
     platform: str = "gpu"
     tensor_parallel: int = 1
@@ -82,12 +79,11 @@ class ReplayConfig:
         return gcd(*(spec.block_size for spec in self.specs.values()))
 
     @property
-    def rules(self) -> dict[str, Any]:
-        """Arguments of `KVCacheManager` that say what is cached and evicted; `eviction_policy` may be "belady"."""
+    def manager_options(self) -> ManagerOptions:
+        """What is cached and evicted; `eviction_policy` may be "belady"."""
         if self.release is not None:
             return ManagerOptions.vllm(self.release)
-        names = ("eviction_policy", "free_order", "retention_interval")
-        return {name: getattr(self, name) for name in names}
+        return ManagerOptions(eviction_policy=self.eviction_policy, retention_interval=self.retention_interval)
 
 
 @dataclass(frozen=True)
@@ -140,9 +136,9 @@ def run_replay(
     clock = VirtualClock()
     look_ahead = _look_ahead(trace, config, plan)
     collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
-    rules = config.rules
+    options = config.manager_options
     if look_ahead is not None:
-        rules["eviction_policy"] = partial(BeladyPolicy, look_ahead=look_ahead)
+        options = replace(options, eviction_policy=partial(BeladyPolicy, look_ahead=look_ahead))
     reasons = MissReasons(config.max_evicted_blocks, clock=clock.now_ns) if config.explain_misses else None
     tiers = None
     if config.tiers is not None:
@@ -151,9 +147,9 @@ def run_replay(
         plan.config,
         longest,
         config.hash_block_size,
+        options,
         metrics_collector=collector,
         max_in_flight_tokens=plan.max_in_flight_tokens,
-        **rules,
         miss_reasons=reasons,
         tier=None if tiers is None else tiers.scheduler,
     )

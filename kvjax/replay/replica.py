@@ -71,9 +71,9 @@ class Replica:
             of.plan.config,
             of.longest,
             config.hash_block_size,
+            config.manager_options,
             enable_kv_cache_events=True,
             max_in_flight_tokens=of.plan.max_in_flight_tokens,
-            **config.rules,
             tier=None if tiers is None else tiers.scheduler,
         )
         if tiers is not None:

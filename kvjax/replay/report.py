@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.core.misses.lookup_report import MissReason
+from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.planning.report import load_words
 from kvjax.replay.misses import miss_table
 from kvjax.replay.replay import ReplayResult
@@ -22,6 +23,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 def result_json(result: ReplayResult) -> dict[str, Any]:
     """Everything that a replay found, as JSON values: tokens, blocks, virtual seconds, microseconds of CPU time."""
     recorder, config = result.recorder, result.config
+    options = config.manager_options
     values: dict[str, Any] = {
         "mode": "serial" if config.serial else "batched",
         "block_size": config.block_size,
@@ -31,7 +33,9 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "max_model_len": result.plan.max_model_len,
         "hash_algorithm": config.hash_algorithm,
         "release": config.release,
-        **{name: config.rules[name] for name in ("free_order", "eviction_policy", "retention_interval")},
+        "free_order": options.rules.free_order,
+        "eviction_policy": options.eviction_policy,
+        "retention_interval": options.retention_interval,
         "interrupted": not result.is_complete,
         "trace_requests": result.num_requests,
         "done_requests": result.num_done,
@@ -84,21 +88,21 @@ def result_text(result: ReplayResult) -> str:
 
 
 def _what(result: ReplayResult) -> str:
-    recorder, config, rules = result.recorder, result.config, result.config.rules
+    recorder, config, options = result.recorder, result.config, result.config.manager_options
     blocks = " + ".join(f"{pool.num_blocks - 1:,}" for pool in result.plan.pools)
     mode = "one at a time" if config.serial else "continuous batching in virtual time"
     lines = [
         f"{count_of(recorder.requests, 'request')}, {mode}; {recorder.prompt_tokens:,} prompt tokens"
         + ("" if config.serial else f", {recorder.output_tokens:,} output tokens"),
         f"cache: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
-        f"{config.hash_algorithm}, {rules['eviction_policy']} eviction{_appends(rules)}",
+        f"{config.hash_algorithm}, {options.eviction_policy} eviction{_appends(options)}",
     ]
     if not result.is_complete:
         all_requests = count_of(result.num_requests, "request")
         lines.insert(0, f"interrupted after {result.num_done:,} of {all_requests}; until then:")
     if config.release is not None:
         lines.append(f"caching and eviction by the rules of vLLM {config.release}")
-    if (tokens := rules["retention_interval"]) is not None:
+    if (tokens := options.retention_interval) is not None:
         every = f", and every {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
         lines.append(f"windows, chunks and states are kept where requests end or part{every}")
     if len(result.plan.pools) > 1 and config.memory_bytes is not None:
@@ -110,8 +114,8 @@ def _what(result: ReplayResult) -> str:
     return "\n".join(lines)
 
 
-def _appends(rules: Mapping[str, Any]) -> str:
-    return ", unhashed blocks in turn" if rules["free_order"] == "append" else ""
+def _appends(options: ManagerOptions) -> str:
+    return ", unhashed blocks in turn" if options.rules.free_order == "append" else ""
 
 
 def _hits(values: Mapping[str, Any]) -> str:

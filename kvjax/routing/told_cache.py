@@ -20,6 +20,7 @@ from typing import Any
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.options.release_rules import ReleaseRules
 from kvjax.core.pool.block_hash_map import BlockHashToBlockMap
 from kvjax.core.pool.cache_tier import CacheTier
 from kvjax.core.requests.request import Request
@@ -49,13 +50,9 @@ class ToldCache:
         """A cache that has nothing, of a manager with these arguments; the same errors."""
         with warnings.catch_warnings():  # its own blocks never hit, and need not
             warnings.simplefilter("ignore", NeverHitsWarning)
+            rules = ReleaseRules(coarse_hash_mode="last" if tier is None else "concat")
             self._manager = KVCacheManager(
-                _without_blocks(kv_cache_config),
-                max_model_len,
-                hash_block_size,
-                coarse_hash_mode="last" if tier is None else "concat",
-                tier=tier,
-                **options,
+                _without_blocks(kv_cache_config), max_model_len, hash_block_size, rules=rules, tier=tier, **options
             )
         self._key_of: Callable[[Any], BlockHash] = key_of if tier is None else _whole
         groups = range(len(kv_cache_config.kv_cache_groups))

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvjax.core import AllBlocksCleared, KVCacheManager
+from kvjax.core import AllBlocksCleared, KVCacheManager, ReleaseRules
 from kvjax.events import EventDecoder, EventEncoder, KVEventsConfig, ZmqEventPublisher, low_64_bits
 from tests.events.consumers import DualKeyIndex, Place, RadixIndex, chunks, local_hash
 from tests.events.subscriber import Subscriber
@@ -74,7 +74,10 @@ def num_hit_tokens(manager: KVCacheManager, work: Workload, tokens: list[int]) -
 def test_the_indexes_equal_the_managers_own(name: str, seed: int) -> None:
     radix, dual = RadixIndex(), DualKeyIndex("model", HASH_BLOCK_SIZE)
     works = {
-        pod: Workload(make_manager(SETUPS[name], 24 + 12 * i, eviction_policy="lru", free_order=order), seed * 2 + i)
+        pod: Workload(
+            make_manager(SETUPS[name], 24 + 12 * i, eviction_policy="lru", rules=ReleaseRules(free_order=order)),
+            seed * 2 + i,
+        )
         for i, (pod, order) in enumerate([("pod-0", "append"), ("pod-1", "uncached_first")])
     }
     num_evicted = num_hits = 0

@@ -40,7 +40,7 @@ def full(block_size: int) -> dict[str, KVCacheSpec]:
 
 
 def assert_hits_of_one_pool(trace: Sequence[TraceRequest], pool: int, host: int) -> None:
-    config: dict[str, Any] = {"specs": full(512), "serial": True, "free_order": "uncached_first"}
+    config: dict[str, Any] = {"specs": full(512), "serial": True}
     large = run_replay(trace, ReplayConfig(num_blocks=pool + host, **config)).recorder
     tiers = ReplayTierConfig(host_blocks=host)
     small = run_replay(trace, ReplayConfig(num_blocks=pool, tiers=tiers, **config)).recorder

@@ -35,7 +35,7 @@ from random_calls import (
 HYBRIDS = {
     "Gemma 3, the window first": Deployment(((window(2, 7), 0), (window(2, 7), 0), (full(2), 0))),
     "Gemma 3n, two windows, three block sizes": Deployment(((window(2, 5), 0), (full(4), 0), (window(6, 9), 1))),
-    "GPT-OSS": Deployment(((full(4), 0), (window(4, 8), 0)), {"free_order": "uncached_first"}),
+    "GPT-OSS": Deployment(((full(4), 0), (window(4, 8), 0))),
     "Llama 4": Deployment(((full(2), 0), (chunked(2, 8), 0), (chunked(2, 8), 0), (chunked(2, 8), 0))),
     "Qwen3-Next, drafts": Deployment(((full(2), 0), *((recurrent(4, drafts=1), 0),) * 3), {"use_eagle": True}),
     "DeepSeek V4, five caches": Deployment(
@@ -48,7 +48,7 @@ SWEPT_STEPS, LATE_STARTS = 10_000, 20
 
 def index_of(manager: KVCacheManager, num_replicas: int = 1) -> PrefixIndex:
     names = ("use_eagle", "dcp_world_size", "pcp_world_size")
-    options = {name: manager.arguments[name] for name in names}
+    options = {name: getattr(manager.options, name) for name in names}
     return PrefixIndex(num_replicas, manager.kv_cache_config, MAX_MODEL_LEN, HASH_BLOCK_SIZE, **options)
 
 

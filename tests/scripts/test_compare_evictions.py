@@ -37,7 +37,7 @@ def test_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert rates == sorted(rates)
     assert len(set(rates[-1])) == 1  # nothing is evicted
     assert rates[2][0] < rates[2][-1] == rates[3][-1] == rates[-1][-1]  # where the bound is not replayed again
-    assert rows[7] == ["model", "kept", "blocks cached", "lru append", "lru uncached_first", "slru uncached_first"]
+    assert rows[7] == ["model", "kept", "blocks cached", "lru", "slru"]
     assert [row[:2] for row in rows[9:]] == [
         ["gpt-oss-120b", kept] for kept in ("everything", "every 8,192", "ends and partings")
     ]

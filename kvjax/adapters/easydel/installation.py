@@ -11,7 +11,7 @@ from typing import Any
 
 from kvjax.adapters.easydel.manager import CacheManager
 from kvjax.adapters.easydel.metadata import EASYDEL
-from kvjax.adapters.policy import policy_options
+from kvjax.adapters.policy import STACK, chosen_policy
 from kvjax.adapters.stack import require_stack
 
 _SCHEDULER = "easydel.inference.esurge.scheduler.scheduler"
@@ -30,13 +30,13 @@ def install(*, policy: str | None = None) -> None:
         UnknownStackError: its manager is none of the recorded versions'. Nothing is changed.
         ValueError: the policy is another one. Nothing is changed.
     """
-    options = policy_options(policy)
+    chosen = chosen_policy(policy)
     EASYDEL.load("CachePages")
     theirs = EASYDEL.load("CacheManager")
     module: Any = require_stack(_SCHEDULER, EASYDEL.package, EASYDEL.versions)
     uninstall()
     _replaced.append((module, theirs))
-    module.CacheManager = type("CacheManager", (CacheManager,), {"core_options": options}) if options else CacheManager
+    module.CacheManager = CacheManager if chosen == STACK else type("CacheManager", (CacheManager,), {"policy": chosen})
 
 
 def uninstall() -> None:

@@ -14,25 +14,25 @@ coordinator does that in `rollback_new_computed_pages`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import numpy as np
 
 from kvjax.adapters.easydel.pages import CachePages, ShardPages
 from kvjax.adapters.easydel.specs import translate_groups
+from kvjax.adapters.policy import STACK, with_policy
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.options.manager_options import ManagerOptions
+from kvjax.core.options.release_rules import ReleaseRules
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
 from kvjax.errors import UnknownStackError
 
 # What EasyDeL caches and evicts: everything, and what was freed first.
-RULES: Mapping[str, Any] = MappingProxyType(
-    {"eviction_policy": "lru", "free_order": "append", "retention_interval": None}
-)
+OPTIONS = ManagerOptions(eviction_policy="lru", retention_interval=None, rules=ReleaseRules(free_order="append"))
 REQUEST_ATTRIBUTES = ("all_token_ids", "num_computed_tokens", "num_tokens", "request_id", "sampling_params")
 
 
@@ -49,12 +49,12 @@ class _Shard:
 class CacheManager:
     """What EasyDeL's scheduler calls. Used from one thread; costs are those of `kvjax.core.KVCacheManager`.
 
-    `core_options` are options of `kvjax.core.KVCacheManager` instead of EasyDeL's rules, which `install` sets.
+    `policy` says whose rules decide what is kept and evicted (`kvjax.adapters.policy`); `install` sets it.
 
     Raises, when made: as `translate_groups`.
     """
 
-    core_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    policy: ClassVar[str] = STACK
 
     def __init__(
         self,
@@ -217,9 +217,9 @@ class CacheManager:
                 translate_groups(self.kv_cache_groups, ids.num_blocks),
                 self.max_model_len,
                 self._hasher.block_size,
+                with_policy(self.policy, OPTIONS),
                 enable_caching=self.enable_caching,
                 use_eagle=self.use_eagle,
-                **{**RULES, **self.core_options},
             )
             made.append(_Shard(ids, core))
         return made

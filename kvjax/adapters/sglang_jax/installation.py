@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kvjax.adapters.policy import policy_options
+from kvjax.adapters.policy import KVJAX, chosen_policy
 from kvjax.adapters.sglang_jax.metadata import SGLANG_JAX
 from kvjax.adapters.sglang_jax.prefix_cache import PrefixCache
 from kvjax.adapters.sglang_jax.slot_allocator import SlotAllocator
@@ -77,7 +77,7 @@ def install(*, policy: str | None = None) -> None:
         ValueError: the policy is another one. Nothing is changed.
     """
     # "learned" counts by admissions, which the stack's allocators are not told of.
-    attributes = {"eviction_policy": "probation"} if policy_options(policy) else {}
+    attributes = {"eviction_policy": "probation"} if chosen_policy(policy) == KVJAX else {}
     uninstall()
     paged = as_stack_class(SlotAllocator, "BaseTokenToKVPoolAllocator")
     for name in (

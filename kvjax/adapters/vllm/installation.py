@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.adapters.policy import policy_options
+from kvjax.adapters.policy import STACK, chosen_policy
 from kvjax.adapters.vllm.description import vllm_module
 from kvjax.adapters.vllm.manager import KVCacheManager
 from kvjax.adapters.vllm.release import installed_release
@@ -37,9 +37,11 @@ def install(*, policy: str | None = None, **core_options: Any) -> type[KVCacheMa
         ValueError: the policy is another one. Nothing has changed.
     """
     installed_release()
-    options = policy_options(policy) | core_options
+    chosen = chosen_policy(policy)
     modules = [vllm_module(name) for name in MODULES]
-    cls = type("KVCacheManager", (KVCacheManager,), {"core_options": options}) if options else KVCacheManager
+    is_plain = chosen == STACK and not core_options
+    changed = {"policy": chosen, "core_options": core_options}
+    cls = KVCacheManager if is_plain else type("KVCacheManager", (KVCacheManager,), changed)
     uninstall()
     for module in modules:
         _replaced.append((module, module.KVCacheManager))

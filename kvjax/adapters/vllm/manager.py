@@ -9,9 +9,11 @@ Blocks are kvjax's `KVCacheBlocks` and `KVCacheBlock`, which have vLLM's methods
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from kvjax.adapters.policy import STACK, with_policy
 from kvjax.adapters.vllm.block_pool import BlockPool
 from kvjax.adapters.vllm.boundary_states import BoundaryStates
 from kvjax.adapters.vllm.config import check_retention, translate_config
@@ -23,7 +25,7 @@ from kvjax.adapters.vllm.requests import KnownRequests
 from kvjax.adapters.vllm.residency import forward_residency
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager as CoreManager
-from kvjax.core.manager.manager_options import ManagerOptions
+from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import cdiv
@@ -32,10 +34,12 @@ from kvjax.core.spec import cdiv
 class KVCacheManager:
     """What vLLM's scheduler calls. Used from one thread.
 
-    Arguments are those of the installed release's class, by position or name. `core_options` are options of
-    `kvjax.core.KVCacheManager` beside them, such as an eviction policy; `install` sets them.
+    Arguments are those of the installed release's class, by position or name. `install` sets whose rules
+    decide what is kept and evicted (`policy`, see `kvjax.adapters.policy`), and fields of `kvjax.core.ManagerOptions`
+    in place of these (`core_options`).
     """
 
+    policy: ClassVar[str] = STACK
     core_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,11 +61,16 @@ class KVCacheManager:
         config = given["kv_cache_config"]
         self._release = release
         self._rules = release.rules
-        options = _core_arguments(given, release) | dict(self.core_options)
-        if options["eviction_policy"] != "lru":
-            options["free_order"] = "uncached_first"  # as all policies but "lru" do
         check_retention(config, given)
-        self._core = core = CoreManager(**options)
+        collector = given["metrics_collector"]
+        self._core = core = CoreManager(
+            translate_config(config, release, given["dcp_world_size"]),
+            given["max_model_len"],
+            given["hash_block_size"],
+            with_policy(self.policy, _core_options(given, release)),
+            metrics_collector=None if collector is None else forward_residency(collector),
+            **self.core_options,
+        )
         self._requests = KnownRequests(release, core.request_table, bool(given["enable_kv_cache_events"]))
         self._running = self._requests.running
         self._knows_in_flight = "num_in_flight_tokens" in release.rules.request_attributes
@@ -400,24 +409,20 @@ class KVCacheManager:
         return self._core.create_kv_cache_blocks([[block.block_id for block in group] for group in blocks])
 
 
-def _core_arguments(given: Mapping[str, Any], release: Release) -> dict[str, Any]:
-    """What kvjax's manager is made with, of what vLLM's is made with."""
-    config, collector, rules = given["kv_cache_config"], given["metrics_collector"], release.rules
-    in_flight = given.get("max_in_flight_tokens", given.get("max_num_batched_tokens"))
-    return ManagerOptions.vllm(rules.preset) | {
-        "kv_cache_config": translate_config(config, release, given["dcp_world_size"]),
-        "max_model_len": given["max_model_len"],
-        "hash_block_size": given["hash_block_size"],
-        "enable_caching": bool(given["enable_caching"]),
-        "use_eagle": bool(given["use_eagle"]),
-        "enable_kv_cache_events": bool(given["enable_kv_cache_events"]),
-        "dcp_world_size": 1 if rules.shards_by_group else given["dcp_world_size"],
-        "pcp_world_size": 1 if rules.shards_by_group else given["pcp_world_size"],
-        "metrics_collector": None if collector is None else forward_residency(collector),
-        "max_in_flight_tokens": in_flight,
-        "zero_new_pages": bool(getattr(config, "needs_kv_cache_zeroing", False)),
-        "retention_interval": getattr(config, "prefix_cache_retention_interval", None),
-    }
+def _core_options(given: Mapping[str, Any], release: Release) -> ManagerOptions:
+    """Options of kvjax's manager, of what vLLM's is made with."""
+    config, rules = given["kv_cache_config"], release.rules
+    return replace(
+        ManagerOptions.vllm(rules.preset),
+        enable_caching=bool(given["enable_caching"]),
+        use_eagle=bool(given["use_eagle"]),
+        enable_kv_cache_events=bool(given["enable_kv_cache_events"]),
+        dcp_world_size=1 if rules.shards_by_group else given["dcp_world_size"],
+        pcp_world_size=1 if rules.shards_by_group else given["pcp_world_size"],
+        max_in_flight_tokens=given.get("max_in_flight_tokens", given.get("max_num_batched_tokens")),
+        zero_new_pages=bool(getattr(config, "needs_kv_cache_zeroing", False)),
+        retention_interval=getattr(config, "prefix_cache_retention_interval", None),
+    )
 
 
 __all__ = ["KVCacheManager"]

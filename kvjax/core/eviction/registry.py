@@ -23,20 +23,15 @@ EvictionPolicyFactory = Callable[[HashedBlocks], EvictionPolicy]
 def make_eviction_policy(
     policy: str | EvictionPolicyFactory, index: HashedBlocks, free_order: str = "uncached_first"
 ) -> EvictionPolicy:
-    """The policy of the pool whose hashes `index` knows.
+    """The policy of the pool whose hashes `index` knows; `free_order` is that of "lru" alone.
 
     Raises:
-        ValueError: no such name, no policy from the factory, or a free order with another policy than "lru".
+        ValueError: no such name, no policy from the factory, or no such free order.
     """
     if free_order not in FREE_ORDERS:
         raise ValueError(f"expected free_order of {', '.join(FREE_ORDERS)}, got {free_order!r}")
     if policy == "lru":
         return LRUPolicy(index, uncached_first=free_order == "uncached_first")
-    if free_order == "append":
-        raise ValueError(
-            f"expected eviction_policy='lru' with free_order='append', got {policy!r}: others reuse blocks without a "
-            "hash first"
-        )
     if policy == "probation":
         return ProbationLRUPolicy(index)
     if policy == "learned":

@@ -25,8 +25,8 @@ class ColumnManager(SingleTypeKVCacheManager):
         return TableLayout(
             block_size=block_size,
             num_tail_columns=0,
-            enable_caching=settings.enable_caching and self.is_prefix_cacheable,
-            same_step_hits=settings.same_step_hits,
+            enable_caching=settings.options.enable_caching and self.is_prefix_cacheable,
+            same_step_hits=settings.options.same_step_hits,
         )
 
     def find_misplaced(self, is_block: np.ndarray, inside: np.ndarray) -> str | None:

@@ -20,9 +20,10 @@ from kvjax.core.hashing.block_hashing import BlockHashing
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNeed
 from kvjax.core.kinds.manager_settings import ManagerSettings
 from kvjax.core.kinds.registry import manager_class_of
-from kvjax.core.kinds.retention import AUTO, Retention, default_interval
+from kvjax.core.kinds.retention import Retention, default_interval
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateSteps
+from kvjax.core.options.manager_options import AUTO
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.fresh_blocks import FreshBlocks
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
@@ -43,8 +44,6 @@ class GroupManagers:
         kv_cache_config: KVCacheConfig,
         pools: tuple[BlockPool, ...],
         settings: ManagerSettings,
-        hashing: BlockHashing,
-        use_eagle: bool,
     ) -> None:
         """Managers of all groups, without rows.
 
@@ -56,11 +55,12 @@ class GroupManagers:
         """
         self.pools = pools
         self.settings = settings
-        self.hashing = hashing
+        options = self.options = settings.options
+        self.hashing = BlockHashing(settings.hash_block_size, options.rules.coarse_hash_mode)
         self.fresh_blocks = tuple(FreshBlocks(pool.num_blocks) for pool in pools)
         self.managers, self.pool_ids = self._make_managers(kv_cache_config)
         self.num_groups = len(kv_cache_config.kv_cache_groups)
-        self.drops_last_block = self._find_eagle_managers(kv_cache_config, use_eagle)  # per manager
+        self.drops_last_block = self._find_eagle_managers(kv_cache_config, options.use_eagle)  # per manager
         self.cacheable = tuple(manager for manager in self.managers if manager.is_prefix_cacheable)
         self.releasing = tuple(manager for manager in self.managers if manager.frees_skipped_blocks)
         self.has_tier = pools[0].tier_link is not None  # whether blocks can lie beyond the pools
@@ -119,7 +119,7 @@ class GroupManagers:
             kind = manager.kv_cache_spec.kind
             if drops and not manager.supports_eagle:
                 raise NotImplementedError(f"{kind} attention does not work with use_eagle=True")
-            caches = self.settings.enable_caching and manager.is_prefix_cacheable
+            caches = self.options.enable_caching and manager.is_prefix_cacheable
             if caches and manager.block_size % self.hashing.hash_block_size:
                 raise ValueError(
                     f"expected hash_block_size to divide the block size of every group, got hash_block_size "
@@ -128,30 +128,29 @@ class GroupManagers:
 
     def _make_retention(self) -> Retention | None:
         """Checkpoints for all managers that can do with them; None: everything is registered."""
-        interval = self.settings.retention_interval
+        interval = self.options.retention_interval
         if interval == AUTO:
             interval = self._default_interval()
         if interval is None:
             return None
         assert isinstance(interval, int)  # as ManagerOptions checked
-        if not self.settings.enable_caching:
+        if not self.options.enable_caching:
             raise ValueError(f"expected enable_caching=True with retention_interval, got {interval} without caching")
-        if self.settings.sub_block_hits:
+        if self.options.sub_block_hits:
             raise NotImplementedError(f"retention_interval={interval} does not work with sub_block_hits=True")
-        return Retention(interval, self.alignment, self.num_dropped_tokens, self.settings.retention_ends)
+        return Retention(interval, self.alignment, self.num_dropped_tokens, self.options.rules.retention_ends)
 
     def _default_interval(self) -> int | None:
         """Where a kind forgets and hits are of whole blocks; None elsewhere."""
-        settings = self.settings
         forgets = any(not manager.hits_are_prefix_closed for manager in self.cacheable)
-        if forgets and settings.enable_caching and not settings.sub_block_hits:
+        if forgets and self.options.enable_caching and not self.options.sub_block_hits:
             return default_interval(self.alignment)
         return None
 
     def _register_what_hits_need(self) -> None:
         """Lets managers of kinds that forget register only what a hit at a checkpoint, or of whole blocks, can use."""
         retention = self.retention
-        if not self.settings.enable_caching or self.settings.sub_block_hits:
+        if not self.options.enable_caching or self.options.sub_block_hits:
             return
         keeps_varying = retention is None or retention.is_vllms
         for manager, drops in self.cacheable_lookups:

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvjax.core.options.manager_options import ManagerOptions
+
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerSettings:
     """What the managers of all groups have in common."""
 
-    enable_caching: bool
-    max_model_len: int
-    max_in_flight_tokens: int
-    context_parallel_size: int = 1
-    same_step_hits: bool = True
-    reserve: bool = False
-    sub_block_hits: bool = False
-    retention_interval: int | str | None = None
-    retention_ends: str = "all"
-    defer_fresh_hits: bool = False
+    max_model_len: int  # most tokens of one request
+    hash_block_size: int  # tokens of one `Request.block_hashes` entry; divides every group's block size
+    options: ManagerOptions
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Most tokens that steps in flight add to one request."""
+        in_flight = self.options.max_in_flight_tokens
+        return self.max_model_len if in_flight is None else in_flight
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Ranks that a block is spread over."""
+        return self.options.dcp_world_size * self.options.pcp_world_size
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class StateScan(HitScan):
         hashes, manager = self._hashes[first:end], self._manager
         self._ids = np.stack([manager.block_pool.find_each(hashes, group_id) for group_id in manager.group_ids])
         is_hit = self._ids > 0
-        if not manager.settings.defer_fresh_hits:
+        if not manager.settings.options.rules.defer_fresh_hits:
             is_hit &= ~manager.fresh_blocks.are_fresh(self._ids)
         self._is_hit = is_hit.all(axis=0)
         self._first, self._chunk = first, min(2 * self._chunk, LAST_CHUNK)
@@ -115,7 +115,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         spec, settings = self.kv_cache_spec, self.settings
         tail = 1 + spec.num_speculative_blocks
         if spec.mamba_cache_mode == "align":
-            return TableLayout(spec.block_size, tail, settings.enable_caching, same_step_hits=False)
+            return TableLayout(spec.block_size, tail, settings.options.enable_caching, same_step_hits=False)
         block_size = spec.block_size * (settings.max_model_len // spec.block_size + 1)
         return TableLayout(block_size, tail, enable_caching=False, same_step_hits=False)
 

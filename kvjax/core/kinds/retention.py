@@ -28,7 +28,6 @@ from collections.abc import Iterable
 import numpy as np
 
 NUM_LENGTHS = 4  # of a row: two ends, a shared prefix, and what EAGLE leaves of it
-AUTO = "auto"  # as interval: what `default_interval` says, where a kind forgets
 ENDS = ("all", "vllm-0.32", "vllm-0.33")  # whose rules say which ends of a request are checkpoints
 DEFAULT_TOKENS = 512
 
@@ -45,8 +44,10 @@ class Retention:
             ends: one of `ENDS`.
 
         Raises:
-            ValueError: the interval is negative or no multiple of the alignment.
+            ValueError: the interval is negative or no multiple of the alignment, or `ends` is another word.
         """
+        if ends not in ENDS:
+            raise ValueError(f"expected retention_ends of {', '.join(ENDS)}, got {ends!r}")
         if interval < 0 or interval % alignment:
             raise ValueError(
                 f"expected retention_interval as a multiple of {alignment} (the LCM of the block sizes), or 0, "
@@ -117,4 +118,4 @@ def default_interval(alignment: int) -> int:
     return -(-DEFAULT_TOKENS // alignment) * alignment
 
 
-__all__ = ["AUTO", "ENDS", "Retention", "default_interval"]
+__all__ = ["ENDS", "Retention", "default_interval"]

@@ -136,7 +136,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.num_cached_blocks = np.zeros(0, np.int64)  # [rows]
         self.first_live = np.zeros(0, np.int64)  # [rows] leading columns that are null, but for those kept
         self.sub_blocks: SubBlockIndex | None = None
-        if settings.sub_block_hits and self.supports_sub_block_hits:
+        if settings.options.sub_block_hits and self.supports_sub_block_hits:
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
         self.checkpoints: CheckpointColumns | None = None  # None: every block is registered
         self.computed_blocks: ComputedBlocks | None = None  # is told of all, where someone asks why lookups miss

@@ -22,7 +22,7 @@ class BlockRegistrar:
 
     def cacheable_tokens(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:  # int64[n]
         """How many of the first int64[n] tokens of each row lie in blocks that may be registered: known and hashed."""
-        if not self._groups.settings.enable_caching:
+        if not self._groups.options.enable_caching:
             return np.zeros_like(num_tokens)
         hash_block_size = self._groups.hashing.hash_block_size
         num_cacheable = np.minimum(self._table.num_hashed_blocks[rows] * hash_block_size, num_tokens)

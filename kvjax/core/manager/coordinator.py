@@ -34,7 +34,7 @@ class KVCacheCoordinator(abc.ABC):
     @property
     def smallest_reusable_prefix(self) -> int:
         """Tokens of the shortest hit of whole blocks; 0 without prefix caching."""
-        return self.alignment if self.groups.settings.enable_caching and self.groups.cacheable else 0
+        return self.alignment if self.groups.options.enable_caching and self.groups.cacheable else 0
 
     @abc.abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
@@ -116,7 +116,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
 def get_kv_cache_coordinator(groups: GroupManagers) -> KVCacheCoordinator:
     """The coordinator that a deployment needs: without prefix caching, of one group, or of several."""
-    if not groups.settings.enable_caching or not groups.cacheable:
+    if not groups.options.enable_caching or not groups.cacheable:
         return KVCacheCoordinatorNoPrefixCache(groups)
     if groups.num_groups == 1:
         return UnitaryKVCacheCoordinator(groups)

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.block_registrar import BlockRegistrar
 from kvjax.core.manager.row_blocks import RowBlocks
-from kvjax.core.manager.token_counts import as_counts
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.step.step_builder import NO_UPDATE
 from kvjax.core.step.step_plan import TableUpdate
+from kvjax.core.tables.token_counts import as_counts
 
 
 class DraftSettler:

@@ -14,9 +14,9 @@ from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.block_needs import BlockNeeds
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
-from kvjax.core.manager.token_counts import as_count
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.core.tables.token_counts import as_count
 
 
 class Forks:

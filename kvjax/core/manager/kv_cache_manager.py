@@ -22,19 +22,19 @@ Invariants (`check_invariants`):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvjax.core.eviction import DEFAULT_POLICY, EvictionPolicyFactory
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.kinds.retention import AUTO
+from kvjax.core.kinds.manager_settings import ManagerSettings
 from kvjax.core.manager.block_needs import BlockNeeds
 from kvjax.core.manager.block_registrar import BlockRegistrar
 from kvjax.core.manager.coordinator import get_kv_cache_coordinator
 from kvjax.core.manager.draft_settler import DraftSettler
 from kvjax.core.manager.forks import Forks
-from kvjax.core.manager.manager_options import ManagerOptions
+from kvjax.core.manager.make_pools import make_pools
 from kvjax.core.manager.manager_reader import ManagerReader
 from kvjax.core.manager.pins import PinnedPrefix, Pins
 from kvjax.core.manager.prefix_cache_control import PrefixCacheControl
@@ -45,8 +45,8 @@ from kvjax.core.manager.slot_allocator import SlotAllocator, SlotCounts
 from kvjax.core.manager.step_planner import StepPlanner
 from kvjax.core.manager.step_take_back import StepTakeBack
 from kvjax.core.manager.sub_block_hits import SubBlockHits
-from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
 from kvjax.core.misses.miss_reasons import MissReasons
+from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.core.pool.cache_tier import CacheTier
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.pool.page_edits import PageCopies
@@ -56,6 +56,7 @@ from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.save.manager_state import SavableManager
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepResult, TableUpdate
+from kvjax.core.tables.token_counts import MOST_TOKENS, as_count
 from kvjax.core.watch.kv_events import KVCacheEvent, KVEventLog
 from kvjax.core.watch.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
@@ -69,29 +70,12 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         kv_cache_config: KVCacheConfig,
         max_model_len: int,
         hash_block_size: int,
-        enable_caching: bool = True,
-        use_eagle: bool = False,
-        log_stats: bool = False,
-        enable_kv_cache_events: bool = False,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-        metrics_collector: KVCacheMetricsCollector | None = None,
+        options: ManagerOptions | None = None,
         *,
-        max_num_reqs: int | None = None,
-        max_in_flight_tokens: int | None = None,
-        free_order: str = "uncached_first",
-        eviction_policy: str | EvictionPolicyFactory = DEFAULT_POLICY,
-        same_step_hits: bool = True,
-        coarse_hash_mode: str = "concat",
-        retention_interval: int | str | None = AUTO,
-        retention_ends: str = "all",
-        defer_fresh_hits: bool = False,
-        reserve: bool = False,
-        track_origins: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
         miss_reasons: MissReasons | None = None,
-        zero_new_pages: bool = False,
-        sub_block_hits: bool = False,
         tier: CacheTier | None = None,
+        **named_options: Any,
     ) -> None:
         """An empty cache.
 
@@ -99,67 +83,50 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             kv_cache_config: pools and groups.
             max_model_len: most tokens of one request.
             hash_block_size: tokens of one `Request.block_hashes` entry; divides every group's block size.
-            others: what each is, beside its field of `ManagerOptions`.
+            options: what the manager does one way or another; None: the defaults.
+            metrics_collector: samples how long blocks stay.
+            miss_reasons: explains every lookup, see there.
+            tier: keeps blocks beyond the pools: it sees cached ones before they are reused, and hits tell what it could
+                load (`KVCacheBlocks.elsewhere`).
+            named_options: fields of `ManagerOptions`, in place of those of `options`.
 
         Raises:
-            ValueError: a size is below 1, `hash_block_size` does not divide a block size, a spec has no manager, or
-                `retention_interval` is no multiple of every block size.
-            NotImplementedError: a kind does not work with EAGLE or context parallelism, or `sub_block_hits` with EAGLE
-                or `retention_interval`.
+            TypeError: a name is none of an option.
+            ValueError: a size is below 1, `hash_block_size` does not divide a block size, a spec has no manager,
+                `retention_interval` is no multiple of every block size, or as `ManagerOptions`.
+            NotImplementedError: a kind does not work with EAGLE, context parallelism, a tier or `sub_block_hits`, or
+                `sub_block_hits` with EAGLE or `retention_interval`.
         """
-        options = ManagerOptions(
-            max_model_len=max_model_len,
-            hash_block_size=hash_block_size,
-            enable_caching=enable_caching,
-            use_eagle=use_eagle,
-            log_stats=log_stats,
-            enable_kv_cache_events=enable_kv_cache_events,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
-            metrics_collector=metrics_collector,
-            max_num_reqs=max_num_reqs,
-            max_in_flight_tokens=max_in_flight_tokens,
-            free_order=free_order,
-            eviction_policy=eviction_policy,
-            same_step_hits=same_step_hits,
-            coarse_hash_mode=coarse_hash_mode,
-            retention_interval=retention_interval,
-            retention_ends=retention_ends,
-            defer_fresh_hits=defer_fresh_hits,
-            reserve=reserve,
-            track_origins=track_origins,
-            miss_reasons=miss_reasons,
-            zero_new_pages=zero_new_pages,
-            sub_block_hits=sub_block_hits,
-            tier=tier,
-        )
-        options.check()
-        options.check_kinds(kv_cache_config)
-        self.arguments = options.arguments(kv_cache_config)
         self.kv_cache_config = kv_cache_config
-        self.max_model_len, self.hash_block_size = max_model_len, hash_block_size
-        self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
+        self.max_model_len = as_count("max_model_len", max_model_len, least=1)
+        self.hash_block_size = as_count("hash_block_size", hash_block_size, least=1)
+        options = self.options = (options or ManagerOptions()).replaced(named_options)
+        _check_sinks(kv_cache_config, has_tier=tier is not None, has_sub_block_hits=options.sub_block_hits)
+        self.enable_caching, self.enable_kv_cache_events = options.enable_caching, options.enable_kv_cache_events
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.miss_reasons = miss_reasons
         self._event_log = KVEventLog()
-        self.block_pools = options.make_pools(kv_cache_config, self._event_log)
-        self.groups = GroupManagers(kv_cache_config, self.block_pools, options.settings(), options.hashing(), use_eagle)
+        settings = ManagerSettings(
+            max_model_len=self.max_model_len, hash_block_size=self.hash_block_size, options=options
+        )
+        self.block_pools = make_pools(kv_cache_config, settings, self._event_log, metrics_collector, tier)
+        self.groups = GroupManagers(kv_cache_config, self.block_pools, settings)
         self.empty_kv_cache_blocks = self.groups.no_blocks
         self.coordinator = get_kv_cache_coordinator(self.groups)
-        self.request_table = RequestTable(max_num_reqs, max_model_len)
-        self._make_parts(kv_cache_config, options)
+        self.request_table = RequestTable(options.max_num_reqs, self.max_model_len)
+        self._make_parts()
 
-    def _make_parts(self, kv_cache_config: KVCacheConfig, options: ManagerOptions) -> None:
-        groups, table = self.groups, self.request_table
+    def _make_parts(self) -> None:
+        groups, table, options = self.groups, self.request_table, self.options
         needs = self.block_needs = BlockNeeds(groups)
         in_flight = groups.settings.max_in_flight_tokens
         self.reservations = Reservations(self.block_pools, in_flight) if options.reserve else None
         self.row_blocks = RowBlocks(groups, needs, table, self.reservations)
-        sub_block_hits = SubBlockHits(groups, kv_cache_config) if options.sub_block_hits else None
-        self._hasher_check = HasherCheck(options.hash_block_size, publishes_hashes=options.enable_kv_cache_events)
-        if options.miss_reasons is not None:
-            options.miss_reasons.attach(groups)
-        self._hits = PrefixHits(groups, self.coordinator, sub_block_hits, self._hasher_check, options)
+        sub_block_hits = SubBlockHits(groups, self.kv_cache_config) if options.sub_block_hits else None
+        self._hasher_check = HasherCheck(self.hash_block_size, publishes_hashes=options.enable_kv_cache_events)
+        if self.miss_reasons is not None:
+            self.miss_reasons.attach(groups)
+        self._hits = PrefixHits(groups, self.coordinator, sub_block_hits, self._hasher_check, self.miss_reasons)
         self._slots = SlotAllocator(groups, needs, self.row_blocks, table, self.reservations, sub_block_hits)
         registrar = BlockRegistrar(groups, table)
         self._planner = StepPlanner(groups, self.row_blocks, registrar, table, self.reservations)
@@ -497,3 +464,13 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Lookups of the requests admitted since the last call, each once; None without `log_stats`."""
         return self._hits.take_stats()
+
+
+def _check_sinks(kv_cache_config: KVCacheConfig, has_tier: bool, has_sub_block_hits: bool) -> None:
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        num_sink_tokens = group.kv_cache_spec.num_sink_tokens
+        if num_sink_tokens and (has_tier or has_sub_block_hits):
+            raise NotImplementedError(
+                f"group {group_id}: windows with num_sink_tokens > 0 work neither with a tier nor with "
+                f"sub_block_hits, got num_sink_tokens={num_sink_tokens}"
+            )

@@ -37,7 +37,7 @@ def warn_if_never_hit(groups: GroupManagers) -> None:
 def why_never(groups: GroupManagers) -> str | None:
     """Why no prompt can hit, and what to do; None: some can, or caching is off."""
     settings, state_steps = groups.settings, groups.state_steps
-    if not settings.enable_caching:
+    if not groups.options.enable_caching:
         return None
     if not groups.cacheable:
         return "no group has blocks that another request may use"

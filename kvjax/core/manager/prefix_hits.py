@@ -11,9 +11,9 @@ import numpy as np
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.coordinator import KVCacheCoordinator
 from kvjax.core.manager.elsewhere_hits import find_elsewhere
-from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.manager.never_hits import warn_if_never_hit
 from kvjax.core.manager.sub_block_hits import SubBlockHits
+from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
 from kvjax.core.requests.hasher_check import HasherCheck
 from kvjax.core.requests.request import Request
@@ -30,22 +30,22 @@ class PrefixHits:
         coordinator: KVCacheCoordinator,
         sub_block_hits: SubBlockHits | None,
         hasher_check: HasherCheck,
-        options: ManagerOptions,
+        miss_reasons: MissReasons | None,
     ) -> None:
         warn_if_never_hit(groups)
         self._groups = groups
-        self._looks_up = groups.settings.enable_caching
+        self._looks_up = groups.options.enable_caching
         self._coordinator = coordinator
         self._sub_block_hits = sub_block_hits
         self._hasher_check = hasher_check
-        self._miss_reasons = options.miss_reasons
-        self._stats = PrefixCacheStats() if options.log_stats else None
+        self._miss_reasons = miss_reasons
+        self._stats = PrefixCacheStats() if groups.options.log_stats else None
         self._waiting: RecentLookups[tuple[int, int]] = RecentLookups()  # tokens, and those of them found
 
     @property
     def smallest(self) -> int:
         """Tokens of the shortest hit that there can be; 0 without prefix caching."""
-        if not self._groups.settings.enable_caching or not self._groups.cacheable:
+        if not self._groups.options.enable_caching or not self._groups.cacheable:
             return 0
         return self._groups.alignment if self._sub_block_hits is None else self._sub_block_hits.granularity
 

@@ -43,7 +43,7 @@ class RowBlocks:
         reservations: Reservations | None,
     ) -> None:
         self._groups = groups
-        self._enable_caching = groups.settings.enable_caching
+        self._enable_caching = groups.options.enable_caching
         self._max_model_len = groups.settings.max_model_len
         self._hash_block_size = groups.hashing.hash_block_size
         self._needs = needs

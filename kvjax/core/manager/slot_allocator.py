@@ -24,11 +24,11 @@ from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.manager.step_limit import limit_step
 from kvjax.core.manager.sub_block_hits import PartialBlocks, SubBlockHits
-from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
 from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.spec import cdiv
+from kvjax.core.tables.token_counts import MOST_TOKENS, as_count
 from kvjax.errors import BlockStateError
 
 GroupIds = tuple[np.ndarray, ...]  # per group int32[k]
@@ -96,7 +96,8 @@ class SlotAllocator:
         self._table = request_table
         self._reservations = reservations
         self._sub_block_hits = sub_block_hits
-        self._settings = groups.settings
+        self._enable_caching = groups.options.enable_caching
+        self._defers_fresh_hits = groups.options.rules.defer_fresh_hits
         self._max_model_len = groups.settings.max_model_len
         self._state_steps = groups.state_steps if groups.state_steps else None
         policies = [pool.eviction_policy for pool in groups.pools]
@@ -167,7 +168,7 @@ class SlotAllocator:
         """`KVCacheManager.cache_blocks`."""
         row = self._rows.row_of(request)
         num_computed_tokens = as_count("num_computed_tokens", num_computed_tokens)
-        if not self._settings.enable_caching or self._table.skips_registration[row]:
+        if not self._enable_caching or self._table.skips_registration[row]:
             return
         for manager in self._groups.cacheable:
             slots = manager.held_slots(row)
@@ -215,7 +216,7 @@ class SlotAllocator:
         computed = self._table.num_computed_tokens.item(row)
         self._check_length(request, computed + counts.new)
         self._rows.remove_skipped(row, max(computed - counts.in_flight, 0))
-        whole = min(max(request.num_tokens, computed + counts.new), self._settings.max_model_len)
+        whole = min(max(request.num_tokens, computed + counts.new), self._max_model_len)
         needs = self._needs.of_running(row, whole, capped=True)
         if self._rows.copy_on_write.is_marked(row):
             needs = sums(needs, self._rows.copy_on_write.num_copies(row, computed))
@@ -230,7 +231,7 @@ class SlotAllocator:
         if self._state_steps is not None:
             self._state_steps.check(np.array([total_computed]), np.array([after]))
         if hit is not self._groups.no_blocks or counts.new_computed:
-            if self._settings.defer_fresh_hits and self._groups.are_fresh(hit.block_ids):
+            if self._defers_fresh_hits and self._groups.are_fresh(hit.block_ids):
                 return None
             self._check_hit(request, hit, counts.new_computed, total_computed)
         if counts.encoder:
@@ -247,7 +248,7 @@ class SlotAllocator:
         if self._sub_block_hits is not None:
             partial = self._sub_block_hits.partial_blocks(hit.block_ids, counts.new_computed, total_computed)
         if must_fit:
-            whole = min(max(request.num_tokens, after), self._settings.max_model_len)
+            whole = min(max(request.num_tokens, after), self._max_model_len)
             needs = self._needs.of_new(whole, hit.block_ids, total_computed, True, counts.encoder)
             if not self._needs.fit(sums(needs, partial.num_held)):
                 return None
@@ -288,7 +289,7 @@ class SlotAllocator:
 
     def _final_slots(self, request: Request, after: int, lookahead: int) -> int:
         """Slots of the request when it has all its tokens."""
-        limit = self._settings.max_model_len
+        limit = self._max_model_len
         if request.max_tokens is None:
             return limit
         return min(max(request.num_prompt_tokens + request.max_tokens, request.num_tokens, after) + lookahead, limit)
@@ -302,7 +303,7 @@ class SlotAllocator:
         return row
 
     def _check_length(self, request: Request, num_tokens: int) -> None:
-        limit = self._settings.max_model_len
+        limit = self._max_model_len
         if num_tokens > limit:
             raise ValueError(
                 f"request {request.request_id!r}: expected at most max_model_len = {limit} tokens, got {num_tokens}"

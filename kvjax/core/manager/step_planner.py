@@ -29,13 +29,13 @@ from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.block_registrar import BlockRegistrar
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
-from kvjax.core.manager.token_counts import as_counts
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.step.step_plan import StepResult, TableUpdate
 from kvjax.core.tables.column_runs import merge, split
 from kvjax.core.tables.row_changes import RowChanges
+from kvjax.core.tables.token_counts import as_counts
 
 NO_UPDATE = TableUpdate(np.empty(0, np.int64), np.empty(0, np.int64), NO_BLOCK_IDS)
 Updates = list[list[TableUpdate]]  # per group, in the order of allocation

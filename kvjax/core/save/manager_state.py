@@ -4,11 +4,11 @@ Flow:    KVCacheManager -> [save_manager] -> bytes -> [open_state] -> SavedManag
 
 A saved state is a CBOR map of
 
-    format, version   "kvjax-manager-state", 1
+    format, version   "kvjax-manager-state", 2
     digest, body      SHA-256 of `body`, and it: zlib of a CBOR map of
         config        the KVCacheConfig (config_encoding.py)
-        options       the other arguments of the constructor that are numbers, text or None; observers are left out
-        objects       names of the arguments that are neither (a policy's class): they are given again at restore
+        options       `max_model_len`, `hash_block_size` and the fields of ManagerOptions that are data, by name
+        objects       names of those that are not (a policy's class): they are given again at restore
         nodes         all that the manager consists of (state_graph.py)
 
 The digest finds damage, not malice; a file can hold no code, but a forged one can hold a state that never was, which
@@ -19,27 +19,30 @@ from __future__ import annotations
 
 import abc
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Self
 
 import cbor2
 
+from kvjax.core.options.manager_options import ManagerOptions
+from kvjax.core.options.release_rules import ReleaseRules
 from kvjax.core.save.config_encoding import decode_config, describe_config, encode_config
 from kvjax.core.save.state_filling import fill_graph
 from kvjax.core.save.state_graph import INLINE, Node, encode_graph
 from kvjax.core.spec import KVCacheConfig
 
-FORMAT, VERSION = "kvjax-manager-state", 1
-OBSERVERS = ("metrics_collector", "miss_reasons", "tier")  # arguments that may be others, or none, after a restore
+FORMAT, VERSION = "kvjax-manager-state", 2
 KEYS = {"format", "version", "digest", "body"}
 
 
 class SavableManager(abc.ABC):
     """The part of `KVCacheManager` that saves and restores all of it."""
 
-    arguments: Mapping[str, Any]  # of the constructor, by name
+    kv_cache_config: KVCacheConfig
+    max_model_len: int
+    hash_block_size: int
+    options: ManagerOptions
 
     @abc.abstractmethod
     def check_invariants(self) -> None:
@@ -62,8 +65,8 @@ class SavableManager(abc.ABC):
         Args:
             state: what `save_state` returned.
             kv_cache_config: the config that it must be of; None: any.
-            options: of the constructor: observers (`metrics_collector`), and what a file does not hold (a policy's
-                class); all others are as saved, and must be if given.
+            options: of the constructor: observers (`metrics_collector`, `miss_reasons`, `tier`), and what a file does
+                not hold (a policy's class); all others are as saved, and must be if given.
 
         Raises:
             ValueError: no state, a damaged one, one of another version, config or option, or an object is missing.
@@ -123,13 +126,13 @@ def save_manager(manager: SavableManager) -> bytes:
     Raises:
         NotImplementedError: a policy or kind keeps state of a sort that cannot be saved.
     """
-    arguments = {name: value for name, value in manager.arguments.items() if name not in OBSERVERS}
-    config = arguments.pop("kv_cache_config")
-    plain = {name: value for name, value in arguments.items() if value is None or isinstance(value, INLINE)}
+    options = {"max_model_len": manager.max_model_len, "hash_block_size": manager.hash_block_size}
+    options |= vars(manager.options) | {"rules": vars(manager.options.rules)}
+    plain = {name: value for name, value in options.items() if value is None or isinstance(value, (*INLINE, dict))}
     parts = {
-        "config": encode_config(config),
+        "config": encode_config(manager.kv_cache_config),
         "options": plain,
-        "objects": sorted(set(arguments) - set(plain)),
+        "objects": sorted(set(options) - set(plain)),
         "nodes": encode_graph(manager),
     }
     body = zlib.compress(cbor2.dumps(parts), 1)
@@ -155,6 +158,7 @@ def open_state(state: bytes) -> SavedManager:
     try:
         body = cbor2.loads(zlib.decompress(parts["body"]))
         config, options, objects, nodes = (body[name] for name in ("config", "options", "objects", "nodes"))
+        options["rules"] = ReleaseRules(**options["rules"])
     except Exception as error:  # a forged body
         raise ValueError(f"expected a whole state, got one that is damaged: {error!r}") from error
     return SavedManager(decode_config(config), options, tuple(objects), nodes)

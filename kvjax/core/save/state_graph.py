@@ -39,6 +39,7 @@ from kvjax.core.hashing.cbor_encoding import CborEncoding
 from kvjax.core.hashing.extra_keys import ExtraKeys, LoRARequest, MultiModalFeature
 from kvjax.core.hashing.pickle_encoding import PickleEncoding
 from kvjax.core.misses.miss_reasons import MissReasons
+from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.core.pool.cache_tier import TierLink
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
@@ -47,7 +48,7 @@ from kvjax.core.watch.evicted_blocks import EvictedBlocks
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector, PoolResidency
 
-KEPT_CLASSES: tuple[type, ...] = (KVCacheConfig, KVCacheSpec, MappingProxyType)
+KEPT_CLASSES: tuple[type, ...] = (KVCacheConfig, KVCacheSpec, ManagerOptions, MappingProxyType)
 OBSERVER_CLASSES: tuple[type, ...] = (EvictedBlocks, KVCacheMetricsCollector, MissReasons, PoolResidency, TierLink)
 MADE_CLASSES: tuple[type, ...] = (
     AllBlocksCleared,

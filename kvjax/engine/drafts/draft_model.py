@@ -86,7 +86,7 @@ class DraftModel:
             block_size,
             enable_caching=config.enable_prefix_caching,
             same_step_hits=False,
-            eviction_policy=config.rules["eviction_policy"],
+            eviction_policy=config.manager_options.eviction_policy,
             zero_new_pages=config.zero_new_pages,
             max_num_reqs=config.max_num_seqs,
             max_in_flight_tokens=self.plan.max_in_flight_tokens,

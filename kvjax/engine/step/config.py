@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
-from kvjax.core.manager.manager_options import ManagerOptions
-from kvjax.core.manager.release_rules import RELEASES
+from kvjax.core.options.manager_options import ManagerOptions
+from kvjax.core.options.release_rules import RELEASES
 from kvjax.engine.scheduling.speculation import SpeculativeConfig
 from kvjax.planning.load import USUAL_TOKENS
 from kvjax.tiers.config import TierConfig
@@ -102,9 +101,11 @@ class EngineConfig:
         return self.max_num_batched_tokens * self.max_steps_in_flight
 
     @property
-    def rules(self) -> dict[str, Any]:
-        """Arguments of `KVCacheManager` that say what is cached and evicted."""
-        return {"eviction_policy": self.eviction_policy} if self.release is None else ManagerOptions.vllm(self.release)
+    def manager_options(self) -> ManagerOptions:
+        """What is cached and evicted."""
+        if self.release is not None:
+            return ManagerOptions.vllm(self.release)
+        return ManagerOptions(eviction_policy=self.eviction_policy)
 
     def __post_init__(self) -> None:
         sizes = (

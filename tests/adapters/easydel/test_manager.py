@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from kvjax.adapters.easydel import CacheManager, CachePages, install, uninstall
-from kvjax.adapters.policy import policy_options
 from kvjax.adapters.signatures import parameters_of, recorded
 from kvjax.errors import MissingStackError, UnknownStackError
 from scripts.stack_checks.easydel_manager import Engine, answers
@@ -213,7 +212,7 @@ def test_unknown_specs_and_requests_are_refused_by_name() -> None:
 class KvjaxPolicy(CacheManager):  # type: ignore[misc]
     """What `install(policy="kvjax")` has the scheduler make."""
 
-    core_options = policy_options("kvjax")
+    policy = "kvjax"
 
 
 def turns(cls: type[CacheManager]) -> list[int]:
@@ -269,7 +268,7 @@ def test_install_has_the_scheduler_make_kvjax_s_manager(monkeypatch: pytest.Monk
         install()
         assert scheduler.CacheManager is CacheManager
         install(policy="kvjax")
-        assert scheduler.CacheManager.core_options["eviction_policy"] == "learned"
+        assert scheduler.CacheManager.policy == "kvjax"
         with pytest.raises(ValueError, match=r"expected policy of 'stack' .*, got 'easydel'"):
             install(policy="easydel")
         assert issubclass(scheduler.CacheManager, CacheManager)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvjax.adapters.vllm import KVCacheManager, install, uninstall
-from kvjax.core.manager.manager_options import ManagerOptions
+from kvjax.core.options.manager_options import ManagerOptions
 from tests.adapters.vllm.fake_vllm import RELEASES, installed, recorded
 from tests.adapters.vllm.test_manager import BLOCK, config_of, mamba_of, request_of, spec_of
 
@@ -64,8 +65,12 @@ def serve(manager: Any, name: str, tokens: list[int], step_tokens: int = STEP_TO
     return int(hit)
 
 
-def rules_of(manager: Any) -> dict[str, Any]:
-    return {name: manager._core.arguments[name] for name in ManagerOptions.vllm("0.33.0")}
+def rules_of(manager: Any) -> ManagerOptions:
+    """What is cached and evicted, all else as by default."""
+    options = manager._core.options
+    return ManagerOptions(
+        eviction_policy=options.eviction_policy, retention_interval=options.retention_interval, rules=options.rules
+    )
 
 
 def test_unless_asked_the_rules_are_those_of_the_release(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +83,13 @@ def test_unless_asked_the_rules_are_those_of_the_release(vllm: Any, monkeypatch:
 
 
 def test_asked_for_the_rules_are_kvjax_s_and_hashes_the_release_s(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = {
-        "eviction_policy": "learned",
-        "free_order": "uncached_first",
-        "retention_interval": "auto",
-        "retention_ends": "all",
-    }
     monkeypatch.setenv("KVJAX_POLICY", "kvjax")
     for cls in (install(), install(policy="kvjax")):
+        stack = rules_of(made(vllm, KVCacheManager)).rules
+        rules = replace(stack, free_order="uncached_first", retention_ends="all")
         found = rules_of(made(vllm, cls))
-        assert found == rules_of(made(vllm, KVCacheManager)) | ours
-    assert rules_of(made(vllm, install(eviction_policy="lru")))["eviction_policy"] == "lru"
+        assert found == ManagerOptions(eviction_policy="learned", retention_interval="auto", rules=rules)
+    assert rules_of(made(vllm, install(eviction_policy="lru"))).eviction_policy == "lru"
 
 
 def test_another_policy_is_refused_and_nothing_is_replaced(vllm: Any) -> None:

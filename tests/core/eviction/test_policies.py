@@ -380,7 +380,6 @@ def test_a_policy_of_ones_own_needs_the_abstract_methods_only() -> None:
             "expected eviction_policy of probation, learned, lru, slru, cost, or a callable .*, got None",
         ),
         ({"eviction_policy": lambda index: index}, "or a callable that makes an EvictionPolicy from HashedBlocks"),
-        ({"eviction_policy": "slru", "free_order": "append"}, "expected eviction_policy='lru' with .*, got 'slru'"),
         (
             {"eviction_policy": partial(LearnedPolicy, max_ghosts=0)},
             "expected max_ghosts >= 1, got 0",
@@ -389,7 +388,6 @@ def test_a_policy_of_ones_own_needs_the_abstract_methods_only() -> None:
             {"eviction_policy": partial(LearnedPolicy, learn_every=0)},
             "expected learn_every >= 1, got 0",
         ),
-        ({"free_order": "lifo"}, "expected free_order of append, uncached_first, got 'lifo'"),
         (
             {"eviction_policy": partial(SegmentedLRUPolicy, protected_share=1.5)},
             r"protected_share in \[0, 1\], got 1.5",

@@ -15,6 +15,7 @@ from kvjax.core import (
     KVCacheManager,
     KVCacheSpec,
     MambaSpec,
+    ReleaseRules,
     Request,
 )
 from kvjax.core.kinds.mamba import MambaManager
@@ -204,7 +205,7 @@ def test_no_state_is_hit_in_the_step_that_computes_it() -> None:
 
 def test_a_request_that_hits_a_state_of_this_step_can_wait_for_it() -> None:
     """With `defer_fresh_hits` the lookup finds the state, and slots are given when it is computed."""
-    manager = make_manager(FULL, state(), defer_fresh_hits=True)
+    manager = make_manager(FULL, state(), rules=ReleaseRules(defer_fresh_hits=True))
     first, second = (Request(name, range(10), block_hasher=HASHER) for name in ("first", "second"))
     assert manager.allocate_slots(first, 8) is not None
     blocks, num_tokens = manager.get_computed_blocks(second)

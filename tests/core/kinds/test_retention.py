@@ -9,7 +9,7 @@ from math import lcm
 import numpy as np
 import pytest
 
-from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core import BlockHasher, KVCacheManager, ReleaseRules, Request
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNeed
 from kvjax.core.kinds.retention import Retention
 from tests.core.manager.manager_lockstep import FULL, Setup, config_of
@@ -198,7 +198,7 @@ def test_a_step_with_drafts_ends_at_a_checkpoint_while_two_tokens_are_left() -> 
 
 def test_by_vllms_rules_chunks_keep_everything() -> None:
     setup = Setup((NaiveGroup(2), NaiveGroup(2, chunk=8)), max_model_len=MAX_MODEL_LEN)
-    rules = ({"retention_interval": None}, {"retention_interval": 0, "retention_ends": "vllm-0.33"})
+    rules = ({"retention_interval": None}, {"retention_interval": 0, "rules": ReleaseRules(retention_ends="vllm-0.33")})
     managers = [KVCacheManager(config_of(list(setup.groups), [2_000]), MAX_MODEL_LEN, 2, **rule) for rule in rules]
     for manager in managers:
         compute(manager, "r", list(range(50)))
@@ -255,7 +255,7 @@ def test_resent_ends_are_where_vllm_0_33_keeps_them(num_tokens: int, dropped: in
 def test_an_unknown_choice_of_ends_is_refused() -> None:
     config = make(HYBRIDS["window"], 0).kv_cache_config
     with pytest.raises(ValueError, match=r"expected retention_ends of all, vllm-0\.32, vllm-0\.33, got 'first'"):
-        KVCacheManager(config, MAX_MODEL_LEN, 2, retention_interval=0, retention_ends="first")
+        KVCacheManager(config, MAX_MODEL_LEN, 2, retention_interval=0, rules=ReleaseRules(retention_ends="first"))
 
 
 @pytest.mark.parametrize("name", ["window", "window alone", "sizes", "chunk"])

@@ -20,6 +20,7 @@ from kvjax.core import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    ReleaseRules,
     Request,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
@@ -98,7 +99,11 @@ class Setup:
         return new
 
     def manager(self, pool_sizes: list[int], *, eviction_policy: Any = "lru", **options: Any) -> KVCacheManager:
-        appends = eviction_policy == "lru" and not self.uncached_first
+        rules = ReleaseRules(
+            free_order="uncached_first" if self.uncached_first else "append",
+            coarse_hash_mode=self.coarse_hash_mode,
+            retention_ends=self.ends,
+        )
         return KVCacheManager(
             config_of(list(self.groups), self.with_sinks(pool_sizes), self.dcp * self.pcp),
             self.max_model_len,
@@ -108,14 +113,11 @@ class Setup:
             max_num_reqs=1,
             max_in_flight_tokens=self.max_in_flight,
             eviction_policy=eviction_policy,
-            free_order="append" if appends else "uncached_first",
             same_step_hits=self.same_step_hits,
-            coarse_hash_mode=self.coarse_hash_mode,
             dcp_world_size=self.dcp,
             pcp_world_size=self.pcp,
             retention_interval=self.retention,
-            retention_ends=self.ends,
-            **options,
+            **{"rules": rules} | options,
         )
 
     def naive(self, pool_sizes: list[int]) -> NaiveManager:

@@ -21,6 +21,8 @@ from kvjax.core import (
     KVCachePoolSpec,
     KVCacheSpec,
     MambaSpec,
+    ManagerOptions,
+    ReleaseRules,
     Request,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
@@ -108,7 +110,7 @@ def random_deployment(seed: int) -> Deployment:
         "use_eagle": use_eagle,
         "eviction_policy": str(rng.choice(EVICTION_POLICIES)),
         "retention_interval": [None, None, 0, alignment, 3 * alignment, "auto"][rng.integers(6)],
-        "retention_ends": str(rng.choice(["all", "vllm-0.32", "vllm-0.33"])),
+        "rules": ReleaseRules(retention_ends=str(rng.choice(["all", "vllm-0.32", "vllm-0.33"]))),
         "same_step_hits": bool(rng.random() < 0.5),
         "max_in_flight_tokens": [None, None, 3, 8][rng.integers(4)],
     }
@@ -163,7 +165,7 @@ NO_STATE = MambaSpec(block_size=4, shapes=((4,),), dtypes=("float32",))
         ((FULL,), {"max_model_len": 8, "use_eagle": True}, "of prompts of at least 5 more; .* max_model_len, got 8"),
         (
             (FULL, STATE),
-            {"max_model_len": 7, "use_eagle": True, "retention_interval": 0, "retention_ends": "vllm-0.33"},
+            {"max_model_len": 7, "use_eagle": True, "options": ManagerOptions.vllm("0.33.0")},
             "no request of 7 tokens|multiples of 4",
         ),
         ((FULL,), {"num_blocks": 2}, "pool 0 has 1 blocks, and the shortest prompt that may hit, of 5 tokens, takes 2"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core import BlockHasher, KVCacheManager, ManagerOptions, Request
 from kvjax.core.kinds.retention import Retention
-from kvjax.core.manager.manager_options import ManagerOptions
-from kvjax.core.manager.release_rules import RELEASES
+from kvjax.core.options.release_rules import RELEASES
 from tests.core.manager.manager_lockstep import config_of
 from tests.core.manager.naive_manager import NaiveGroup
 
@@ -36,14 +36,14 @@ def cached_columns(manager: KVCacheManager, num_tokens: int, num_answered: int =
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_caches_windows_everywhere_or_at_the_end_of_the_prompt(release: str) -> None:
     """21 tokens: the prompt sent again hits 20, of which its next token sees the last 4 in the window."""
-    full, window, chunk = cached_columns(make_manager(**ManagerOptions.vllm(release)), 21)
+    full, window, chunk = cached_columns(make_manager(options=ManagerOptions.vllm(release)), 21)
     assert full == chunk == list(range(10))
     assert window == (list(range(10)) if release in ("0.16.0", "0.22.1") else [8, 9])
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_reuses_unhashed_blocks_last_or_first(release: str) -> None:
-    manager = make_manager(**ManagerOptions.vllm(release))
+    manager = make_manager(options=ManagerOptions.vllm(release))
     taken = manager.block_pool.get_new_blocks(99).tolist()
     manager.block_pool.cache_full_blocks(
         Request("r", range(4), block_hasher=HASHER), taken[:2], [b"a", b"b"], 0, group_id=0
@@ -63,7 +63,7 @@ def test_what_0_33_added_for_eagle_0_32_does_not_keep() -> None:
 @pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
 def test_a_request_that_was_preempted_has_the_ends_of_its_prompt(release: str) -> None:
     """The 16 tokens that it had answered are computed with the prompt, and end at no checkpoint."""
-    full, window, _ = cached_columns(make_manager(**ManagerOptions.vllm(release)), 21, num_answered=16)
+    full, window, _ = cached_columns(make_manager(options=ManagerOptions.vllm(release)), 21, num_answered=16)
     assert (full, window) == (list(range(18)), [8, 9])
 
 
@@ -72,10 +72,10 @@ def test_another_release_is_refused() -> None:
         ManagerOptions.vllm("0.24.0")
 
 
-def test_a_preset_is_the_callers_own() -> None:
-    rules = ManagerOptions.vllm("0.33.0")
-    rules["free_order"] = "append"
-    assert ManagerOptions.vllm("0.33.0")["free_order"] == "uncached_first"
+def test_a_keyword_counts_more_than_the_options_given() -> None:
+    options = ManagerOptions.vllm("0.33.0")
+    assert make_manager(options=options).options == options
+    assert make_manager(options=options, retention_interval=None).options == replace(options, retention_interval=None)
 
 
 def test_an_interval_that_is_another_word_is_refused() -> None:

@@ -19,7 +19,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"use_eagle": True}, {"free_order": "uncached_first"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"use_eagle": True}], ids=str)
 @pytest.mark.parametrize("name", SETUPS)
 def test_what_is_loaded_is_what_was_computed(name: str, options: dict[str, object]) -> None:
     num_loaded = 0

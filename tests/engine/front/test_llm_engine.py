@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.core import MissReason
 from kvjax.core.eviction import LRUPolicy
-from kvjax.core.manager.release_rules import RELEASES
+from kvjax.core.options.release_rules import RELEASES
 from kvjax.device import count_compilations
 from kvjax.engine import EngineConfig, FinishReason, LLMEngine, SamplingParams
 from kvjax.errors import MemoryBudgetError, UnknownRequestError

@@ -1,0 +1,46 @@
+"""What releases of vLLM decide in different ways and no deployment tunes.
+
+Flow:    "0.33.0" -> [RELEASES] -> ManagerOptions.vllm -> KVCacheManager, adapters, conformance
+Source:  vllm/v1/core of each release: block_pool.py, kv_cache_utils.py, single_type_kv_cache_manager.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseRules:
+    """Rules that only `ManagerOptions.vllm` changes; the defaults are kvjax's own.
+
+    Args:
+        free_order: where the policy "lru" puts freed blocks without a hash: "uncached_first" (reused first) or
+            "append" (at the tail, as all others).
+        coarse_hash_mode: the hash of a block made of several hash blocks: "concat" (all of them joined) or "last".
+        retention_ends: which ends of a request are checkpoints (kinds/retention.py): "all" that another request could
+            resume at, or those of a release, "vllm-0.32" or "vllm-0.33".
+        defer_fresh_hits: whether `allocate_slots` answers None (wait for the next step) to a hit on a recurrent state
+            that this step computes. False: such a state is no hit before `new_step_starts`.
+        extra_key_style: of a `BlockHasher`, which requests bring: how what else a hash covers is written.
+    """
+
+    free_order: str = "uncached_first"
+    coarse_hash_mode: str = "concat"
+    retention_ends: str = "all"
+    defer_fresh_hits: bool = False
+    extra_key_style: str = "vllm-0.33"
+
+
+RELEASES: Mapping[str, ReleaseRules] = MappingProxyType(
+    {
+        "0.16.0": ReleaseRules(free_order="append", defer_fresh_hits=True, extra_key_style="vllm-0.16"),
+        "0.22.1": ReleaseRules(free_order="append", defer_fresh_hits=True, extra_key_style="vllm-0.22"),
+        # The extra keys of 0.32.0 were not compared; those of 0.33.0 stand for them.
+        "0.32.0": ReleaseRules(coarse_hash_mode="last", retention_ends="vllm-0.32", defer_fresh_hits=True),
+        "0.33.0": ReleaseRules(coarse_hash_mode="last", retention_ends="vllm-0.33", defer_fresh_hits=True),
+    }
+)
+
+__all__ = ["RELEASES", "ReleaseRules"]
