@@ -12,7 +12,7 @@ from kvjax.engine.requests.stats import RequestStats
 from kvjax.engine.scheduling.waiting_queue import WaitingQueue
 from kvjax.errors import InvariantError
 from tests.engine.engines import assert_no_leak, golden_prompts, make_engine
-from tests.engine.fake_model import FakeEngine, expected_output, expected_output_with_states
+from tests.engine.fake_model import FakeEngine, expected_output
 
 
 def request_of(arrival: int, priority: int = 0) -> EngineRequest:
@@ -78,24 +78,6 @@ def test_the_least_urgent_is_preempted_whenever_it_came() -> None:
         "low": expected_output(list(range(30)), 40),
         "high": expected_output(list(range(100, 130)), 40),
     }
-
-
-@pytest.mark.parametrize("num_states", [0, 40])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
-def test_tokens_do_not_depend_on_priorities(seed: int, depth: int, num_states: int) -> None:
-    """With preemptions, forks and requests that come while others run; the laws of the queues hold after each step."""
-    rng = np.random.default_rng(seed)
-    engine = FakeEngine(num_blocks=64, depth=depth, num_states=num_states)
-    expected, oracle = {}, expected_output_with_states if num_states else expected_output
-    for i in range(24):
-        prompt = rng.integers(0, 5, rng.integers(1, 30)).tolist()
-        count, n = int(rng.integers(1, 30)), int(rng.integers(1, 3))
-        engine.add(f"r{i}", prompt, count, n=n, priority=int(rng.integers(-1, 3)))
-        expected |= {name: oracle(prompt, count) for name in [f"r{i}", f"r{i}.1"][:n]}
-        for _ in range(rng.integers(0, 4)):
-            engine.step()
-    assert engine.run() == expected
 
 
 def test_an_urgent_request_overtakes_in_the_engine() -> None:

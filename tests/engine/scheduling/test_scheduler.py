@@ -48,38 +48,6 @@ def run(requests: Workload, **kwargs: object) -> FakeEngine:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("enable_caching", [True, False])
-@pytest.mark.parametrize(
-    ("num_blocks", "limits"),
-    [
-        (200, {}),
-        (200, {"max_num_batched_tokens": 8}),
-        (200, {"max_num_seqs": 1}),
-        (200, {"max_num_batched_tokens": 64, "max_num_seqs": 3}),
-        (34, {"max_num_batched_tokens": 8}),
-    ],
-)
-def test_every_schedule_gives_the_same_tokens(
-    depth: int, enable_caching: bool, num_blocks: int, limits: dict[str, int]
-) -> None:
-    for seed in range(4):
-        requests = workload(seed)
-        engine = run(requests, num_blocks=num_blocks, depth=depth, enable_caching=enable_caching, **limits)
-        assert engine.outputs == {name: expected_output(prompt, count) for name, prompt, count in requests}
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_small_pools_preempt_and_lose_nothing(depth: int) -> None:
-    num_preemptions = 0
-    for seed in range(8):
-        requests = [(name, prompt, 24) for name, prompt, _ in workload(seed)]
-        engine = run(requests, num_blocks=34, depth=depth, max_num_batched_tokens=8)
-        assert engine.outputs == {name: expected_output(prompt, count) for name, prompt, count in requests}
-        num_preemptions += sum(step.num_preemptions for step in engine.steps)
-    assert num_preemptions > 8
-
-
-@pytest.mark.parametrize("depth", [1, 2])
 def test_limits_of_a_step_hold(depth: int) -> None:
     engine = FakeEngine(depth=depth, max_num_seqs=3, max_num_batched_tokens=10)
     for request in workload(0):
@@ -131,38 +99,6 @@ def test_repeated_prompts_hit_and_count() -> None:
     assert (second.num_cached_tokens, second.num_computed_tokens) == (16, 6)
     assert engine.steps[-3].lookups.hits == 16
     assert engine.steps[-3].lookups.queries == 20
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_stop_token_ends_the_request_and_is_part_of_the_output(depth: int) -> None:
-    prompt = [1, 2, 3]
-    expected = expected_output(prompt, 10)
-    engine = FakeEngine(depth=depth)
-    engine.add("a", prompt, 10, stop_token_ids=(expected[4],))
-    engine.add("b", prompt, 10)
-    engine.run()
-    assert engine.outputs == {"a": expected[:5], "b": expected}
-    assert engine.requests["a"].finish_reason is FinishReason.STOP
-    assert engine.requests["b"].finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("after", range(6))
-def test_an_abort_leaves_the_others_alone(depth: int, after: int) -> None:
-    requests = workload(3)
-    engine = FakeEngine(depth=depth, max_num_seqs=4)
-    for request in requests:
-        engine.add(*request)
-    for _ in range(after):
-        engine.step()
-    victims = [r for r in ("r0", "r3", "r11") if engine.requests[r].status is not RequestStatus.FINISHED]
-    for name in victims:
-        engine.scheduler.abort(engine.requests[name])
-        assert engine.requests[name].finish_reason is FinishReason.ABORT
-    engine.run()
-    for name, prompt, count in requests:
-        expected = expected_output(prompt, count)
-        assert engine.outputs[name] == (expected[: len(engine.outputs[name])] if name in victims else expected)
 
 
 def test_a_request_that_fits_the_pool_but_not_beside_the_sinks_is_refused() -> None:

@@ -45,35 +45,6 @@ def run_all(engine: FakeEngine, requests: Workload) -> FakeEngine:
     return engine
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("say", SAYINGS)
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
-def test_tokens_are_those_without_drafts(depth: int, say: Say, num_drafts: int) -> None:
-    for seed, (num_blocks, limits) in enumerate(
-        [
-            (200, {}),
-            (200, {"max_num_batched_tokens": 8}),
-            (200, {"max_num_seqs": 1}),
-            (200, {"max_num_batched_tokens": 64, "max_num_seqs": 3}),
-            (34, {"max_num_batched_tokens": 8}),
-            (40, {"max_num_batched_tokens": 40}),
-        ]
-    ):
-        requests = [(name, prompt, 2 * count) for name, prompt, count in workload(seed, num_requests=8)]
-        engine = engine_with(
-            say,
-            num_drafts,
-            num_blocks=num_blocks,
-            depth=depth,
-            enable_caching=bool(seed % 2),
-            on_device=seed % 3 == 0,
-            seed=seed,
-            **limits,
-        )
-        run_all(engine, requests)
-        assert engine.outputs == {name: expected_output(prompt, count) for name, prompt, count in requests}
-
-
 @pytest.mark.parametrize("say", SAYINGS)
 @pytest.mark.parametrize("num_states", [0, 200])
 def test_what_is_cached_is_what_a_schedule_without_drafts_caches(say: Say, num_states: int) -> None:
@@ -94,90 +65,6 @@ def test_what_is_cached_is_what_a_schedule_without_drafts_caches(say: Say, num_s
         )
     assert hits[0] == hits[1]
     assert max(hits[0]) > 0
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("say", SAYINGS)
-@pytest.mark.parametrize("enable_caching", [True, False])
-@pytest.mark.parametrize("state_block", [4, 8])
-def test_states_go_on_from_the_accepted_token(depth: int, say: Say, enable_caching: bool, state_block: int) -> None:
-    for seed, (sizes, limits) in enumerate(
-        [
-            ((300, 200), {}),
-            ((300, 200), {"max_num_batched_tokens": 15}),
-            ((300, 200), {"max_num_seqs": 1, "max_num_batched_tokens": 9}),
-            ((40, 200), {"max_num_batched_tokens": 15}),
-            ((300, 18), {"max_num_batched_tokens": 15}),
-        ]
-    ):
-        rng = np.random.default_rng(seed)
-        engine = engine_with(
-            say,
-            3 + 2 * (seed % 2),
-            num_blocks=sizes[0],
-            num_states=sizes[1],
-            state_block=state_block,
-            depth=depth,
-            enable_caching=enable_caching,
-            zero_new_pages=seed > 2,
-            seed=seed,
-            **limits,
-        )
-        expected = {}
-        for name, prompt, count in workload(seed, num_requests=6):
-            before = set(engine.requests)
-            engine.add(name, prompt, 2 * count, n=int(rng.integers(1, 4)))
-            tokens = expected_output_with_states(prompt, 2 * count)
-            expected |= dict.fromkeys(engine.requests.keys() - before, tokens)
-        assert engine.run() == expected
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_small_pools_preempt_and_lose_nothing(depth: int) -> None:
-    num_preemptions = num_accepted = 0
-    for seed in range(8):
-        requests = [(name, prompt, 24) for name, prompt, _ in workload(seed)]
-        engine = engine_with(some_right, 4, num_blocks=34, depth=depth, max_num_batched_tokens=12, seed=seed)
-        run_all(engine, requests)
-        assert engine.outputs == {name: expected_output(prompt, count) for name, prompt, count in requests}
-        num_preemptions += sum(step.num_preemptions for step in engine.steps)
-        num_accepted += sum(stats.num_accepted_tokens for stats in engine.loop.step_stats)
-    assert num_preemptions > 8
-    assert num_accepted > 100
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_states", [0, 120])
-def test_any_mix_of_calls_leaves_the_tokens_as_they_are(depth: int, num_states: int) -> None:
-    """Forks, aborts, preemptions and requests that come while others run."""
-    expect = expected_output_with_states if num_states else expected_output
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        engine = engine_with(
-            some_right, 3, num_blocks=60, num_states=num_states, depth=depth, seed=seed, max_num_batched_tokens=24
-        )
-        expected: dict[str, list[int]] = {}
-        aborted: set[str] = set()
-        waiting = workload(seed, num_requests=20)
-        while waiting or engine.scheduler.num_unfinished or engine._flights:
-            if waiting and rng.random() < 0.4:
-                name, prompt, count = waiting.pop()
-                before = set(engine.requests)
-                engine.add(name, prompt, 2 * count, n=int(rng.integers(1, 4)))
-                expected |= dict.fromkeys(engine.requests.keys() - before, expect(prompt, 2 * count))
-            alive = [name for name in engine.requests if name in engine.loop.requests]
-            if alive and rng.random() < 0.05:
-                name = alive[int(rng.integers(len(alive)))]
-                engine.results[name] = engine.loop.abort(name)
-                aborted.add(name)
-            if engine.scheduler.num_running > 1 and rng.random() < 0.1:
-                engine.scheduler.preempt_last()
-            engine.step()
-        assert aborted
-        for name, tokens in expected.items():
-            got = engine.outputs[name]
-            assert got == (tokens[: len(got)] if name in aborted else tokens)
-        engine.run()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -204,13 +91,6 @@ def test_max_tokens_are_never_exceeded_nor_drafted_for(max_tokens: int, num_draf
     assert len(engine.steps) == 1 + -(-(max_tokens - 1) // (1 + num_drafts))
     stats = engine.results["a"].stats
     assert stats.num_draft_tokens == stats.num_accepted_tokens == max_tokens - len(engine.steps)
-
-
-def test_a_request_at_the_longest_length_has_room_for_its_drafts() -> None:
-    engine = engine_with(all_right, 5, max_model_len=32, max_num_batched_tokens=40)
-    engine.add("a", list(range(20)), 12)
-    engine.run()
-    assert engine.outputs["a"] == expected_output(list(range(20)), 12)
 
 
 def test_a_decoding_request_is_in_one_step_at_a_time() -> None:

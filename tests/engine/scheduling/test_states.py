@@ -6,55 +6,12 @@ it.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from kvjax.engine.requests.outputs import FinishReason
 from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.engine.fake_model import FakeEngine, expected_output_with_states, make_manager
-from tests.engine.scheduling.test_scheduler import workload
 
 PROMPT = list(range(100, 122))  # two blocks of states and a part of a third
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("enable_caching", [True, False])
-@pytest.mark.parametrize(
-    ("sizes", "limits"),
-    [
-        ((300, 200), {}),
-        ((300, 200), {"max_num_batched_tokens": 15}),
-        ((300, 200), {"max_num_seqs": 1, "max_num_batched_tokens": 9}),
-        ((300, 200), {"max_num_batched_tokens": 64, "max_num_seqs": 3}),
-        ((40, 200), {"max_num_batched_tokens": 15}),
-        ((300, 9), {"max_num_batched_tokens": 15}),
-    ],
-)
-def test_every_schedule_gives_the_same_tokens(
-    depth: int, enable_caching: bool, sizes: tuple[int, int], limits: dict[str, int]
-) -> None:
-    num_preemptions = num_hits = 0
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        num_blocks, num_states = sizes
-        engine = FakeEngine(
-            num_blocks,
-            num_states=num_states,
-            depth=depth,
-            enable_caching=enable_caching,
-            zero_new_pages=seed > 1,
-            **limits,
-        )
-        expected = {}
-        for name, prompt, count in workload(seed):
-            before = set(engine.requests)
-            engine.add(name, prompt, count, n=int(rng.integers(1, 4)))
-            expected |= dict.fromkeys(engine.requests.keys() - before, expected_output_with_states(prompt, count))
-        assert engine.run() == expected
-        num_preemptions += sum(step.num_preemptions for step in engine.steps)
-        num_hits += sum(step.lookups.hits for step in engine.steps)
-    assert (num_preemptions > 0) == (min(sizes) < 200)
-    assert (num_hits > 0) == enable_caching
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -83,19 +40,6 @@ def test_samples_of_every_length_of_prompt(length: int, depth: int) -> None:
     assert engine.requests["a.1"].stats.num_shared_tokens == length - 1
 
 
-@pytest.mark.parametrize("after", range(6))
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_others_go_on_without_the_first(depth: int, after: int) -> None:
-    engine = FakeEngine(300, num_states=100, depth=depth, max_num_batched_tokens=15)
-    engine.add("a", PROMPT, 6, n=4)
-    for _ in range(after):
-        engine.step()
-    engine.scheduler.abort(engine.requests["a"])
-    assert engine.requests["a"].finish_reason is FinishReason.ABORT
-    outputs = engine.run()
-    assert all(outputs[name] == expected_output_with_states(PROMPT, 6) for name in ("a.1", "a.2", "a.3"))
-
-
 def test_steps_of_a_prompt_end_where_blocks_of_states_end() -> None:
     """But for the last one; so every block of states of a prompt is a hit for the next request."""
     engine = FakeEngine(300, num_states=100, max_num_batched_tokens=15)
@@ -122,13 +66,3 @@ def test_steps_without_room_for_a_block_of_states_are_refused() -> None:
     with pytest.raises(ValueError, match=message):
         Scheduler(make_manager(64, num_states=20), config)
     Scheduler(make_manager(64, num_states=20, enable_caching=False), config)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_prompts_go_on_in_steps_of_one_block(depth: int) -> None:
-    """While another request decodes they wait; when it has ended they have the whole step."""
-    engine = FakeEngine(300, num_states=100, depth=depth, max_num_batched_tokens=8)
-    requests = workload(5)
-    for request in requests:
-        engine.add(*request)
-    assert engine.run() == {name: expected_output_with_states(prompt, count) for name, prompt, count in requests}
