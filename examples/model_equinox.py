@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from serving_loop import BLOCK_SIZE, MAX_IN_FLIGHT, MAX_MODEL_LEN, MAX_STEP_TOKENS, Server
 
 from kvjax.core import FullAttentionSpec, KVCacheSpec
-from kvjax.device import AttentionOptions, PagedKVCache
+from kvjax.device import AttentionOptions, StepCache
 from kvjax.planning import plan_kv_cache
 
 VOCAB, DIM, HEADS, HEAD_DIM, LAYERS = 97, 64, 4, 16, 2
@@ -34,7 +34,7 @@ class Attention(eqx.Module):
         self.qkv = eqx.nn.Linear(DIM, 3 * HEADS * HEAD_DIM, key=qkv_key)
         self.out = eqx.nn.Linear(HEADS * HEAD_DIM, DIM, key=out_key)
 
-    def __call__(self, hidden: jax.Array, cache: PagedKVCache) -> jax.Array:  # [T, DIM] -> [T, DIM]
+    def __call__(self, hidden: jax.Array, cache: StepCache) -> jax.Array:  # [T, DIM] -> [T, DIM]
         """One step's tokens through the layer."""
         q, k, v = jnp.split(jax.vmap(self.qkv)(hidden).reshape(-1, 3 * HEADS, HEAD_DIM), 3, axis=1)
         attended = cache(self.name, q, k, v, AttentionOptions(sm_scale=HEAD_DIM**-0.5))
@@ -60,7 +60,7 @@ class Decoder(eqx.Module):
         self.norms = [eqx.nn.RMSNorm(DIM) for _ in range(2 * LAYERS)]
         self.head = eqx.nn.Linear(DIM, VOCAB, key=keys[-1])
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, cache: PagedKVCache) -> jax.Array:  # [T, DIM]
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, cache: StepCache) -> jax.Array:  # [T, DIM]
         """Hidden states of one step's tokens."""
         hidden = jax.vmap(self.tokens)(token_ids) + jax.vmap(self.places)(positions)
         for i in range(LAYERS):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from serving_loop import BLOCK_SIZE, MAX_IN_FLIGHT, MAX_MODEL_LEN, MAX_STEP_TOKENS, Server
 
 from kvjax.core import FullAttentionSpec, KVCacheSpec
-from kvjax.device import AttentionOptions, FunctionModel, PagedKVCache
+from kvjax.device import AttentionOptions, FunctionModel, StepCache
 from kvjax.planning import plan_kv_cache
 
 VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 4, 2, 16, 2
@@ -42,7 +42,7 @@ def normed(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def forward(weights: Weights, token_ids: jax.Array, positions: jax.Array, cache: PagedKVCache) -> jax.Array:
+def forward(weights: Weights, token_ids: jax.Array, positions: jax.Array, cache: StepCache) -> jax.Array:
     """Hidden states [T, DIM] of a step's tokens; each layer writes and reads its own pages."""
     hidden = weights["tokens"][token_ids] + weights["places"][positions]
     for i in range(LAYERS):

@@ -19,8 +19,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.core import FullAttentionSpec, KVCacheManager, KVCacheSpec, Request, SlidingWindowSpec, build_step_plan
-from kvjax.device import AttentionOptions, Buckets, DeviceBatch
-from kvjax.device import PagedKVCache as StepCache
+from kvjax.device import AttentionOptions, Buckets, DeviceBatch, StepCache
 from kvjax.nnx import PagedKVCache
 from kvjax.planning import plan_kv_cache
 

@@ -1,6 +1,6 @@
 """Text of many running requests on one terminal: in the order of the prompts, the first unfinished one live.
 
-Flow:    StepOutput -> [OrderedTextPrinter] -> stdout
+Flow:    TokenOutput -> [OrderedTextPrinter] -> stdout
 """
 
 from __future__ import annotations

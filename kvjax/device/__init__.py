@@ -9,11 +9,11 @@ from kvjax.device.encoder_cache import EncoderCache
 from kvjax.device.encoder_step import EncoderShapes
 from kvjax.device.function_model import FunctionModel
 from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write_kv, zero_pages
-from kvjax.device.paged_kv_cache import PagedKVCache, RecurrentStep
 from kvjax.device.pages import KVPages, create_pages
 from kvjax.device.placement import TENSOR_AXIS, Placement
 from kvjax.device.processes import join_processes
 from kvjax.device.state_ops import apply_delta_rule, convolve_states, scan_states
+from kvjax.device.step_cache import RecurrentStep, StepCache
 from kvjax.device.update_step import SampleFn, StepOutput, UpdateStep, make_update_step
 
 __all__ = [
@@ -31,10 +31,10 @@ __all__ = [
     "EncoderShapes",
     "FunctionModel",
     "KVPages",
-    "PagedKVCache",
     "Placement",
     "RecurrentStep",
     "SampleFn",
+    "StepCache",
     "StepOutput",
     "UpdateStep",
     "apply_delta_rule",

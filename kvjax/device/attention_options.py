@@ -1,6 +1,6 @@
 """How one attention layer attends: what a model passes to its `attend` callable beside q, k and v.
 
-Flow:    model's attention layer -> [AttentionOptions] -> PagedKVCache (serving) or dense attention (training)
+Flow:    model's attention layer -> [AttentionOptions] -> StepCache (serving) or dense attention (training)
 Source:  the keyword arguments of pallas_kernels.ragged_paged_attention
 """
 

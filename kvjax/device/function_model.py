@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from kvjax.device.paged_kv_cache import PagedKVCache
+from kvjax.device.step_cache import StepCache
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +25,7 @@ class FunctionModel:
     # (weights, hidden [N, d]) -> logits [N, vocab]
     head: Callable[..., jax.Array] = field(metadata={"static": True})
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, cache: PagedKVCache, **inputs: Any) -> jax.Array:
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, cache: StepCache, **inputs: Any) -> jax.Array:
         """Hidden states [T, d]; `inputs` are those of steps with embeddings."""
         return self.forward(self.weights, token_ids, positions, cache, **inputs)
 

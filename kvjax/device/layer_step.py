@@ -1,6 +1,6 @@
 """One layer in one step: its spec, its pages, and where the step's tokens stand in its group.
 
-Flow:    PagedKVCache -> [LayerStep] -> attend_kv, attend_latent, update_states, ... -> output, pages of the layer
+Flow:    StepCache -> [LayerStep] -> attend_kv, attend_latent, update_states, ... -> output, pages of the layer
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What recurrent layers compute over their states: a short convolution, and a scan or the gated delta rule.
 
-Flow:    a layer's inputs -> [convolve_states, scan_states, apply_delta_rule] -> PagedKVCache.update_states -> outputs
+Flow:    a layer's inputs -> [convolve_states, scan_states, apply_delta_rule] -> StepCache.update_states -> outputs
 Source:  pallas_kernels.ssm_update, pallas_kernels.gated_delta_rule
 
 On a mesh every device has the states of its channels or heads, and the inputs that belong to them.
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import jax
 
-from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import Column
 from kvjax.device.state_update import RecurrentStep
+from kvjax.device.step_cache import StepCache
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 
 
 def convolve_states(
-    cache: PagedKVCache,
+    cache: StepCache,
     layer_name: str,
     x: jax.Array,  # [T, C]
     weight: jax.Array,  # [C, W] the last tap is the token's own
@@ -38,7 +38,7 @@ def convolve_states(
 
 
 def scan_states(
-    cache: PagedKVCache,
+    cache: StepCache,
     layer_name: str,
     x: jax.Array,  # Mamba 1: [T, H]; Mamba 2: [T, H, P]
     dt: jax.Array,  # [T, H] before softplus
@@ -63,7 +63,7 @@ def scan_states(
 
 
 def apply_delta_rule(
-    cache: PagedKVCache,
+    cache: StepCache,
     layer_name: str,
     q: jax.Array,  # [T, G, K]
     k: jax.Array,  # [T, G, K]

@@ -31,10 +31,10 @@ from kvjax.device.given_tokens import ScoreFn, score_given
 from kvjax.device.model_weights import ModelWeights
 from kvjax.device.packed_inputs import is_packed
 from kvjax.device.page_edits import check_edits, edit_pages, edit_pages_of_ranks, warm_up_edits
-from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns
 from kvjax.device.placement import Placement
 from kvjax.device.rank_batches import join_batches, pick_bucket_of_ranks
+from kvjax.device.step_cache import StepCache
 from kvjax.device.step_cuts import LEAST_CUT
 from kvjax.device.step_programs import CompilerOptions, StepPrograms
 
@@ -343,7 +343,7 @@ class UpdateStep:
         """The step as jax traces it, once per bucket; `may_narrow`: the last layer may differ from the others."""
         model = self._weights.model(weights)
         narrows = may_narrow and batch.given is None  # scores are of all tokens
-        cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, narrows=narrows, backend=self._backend)
+        cache = StepCache(pages, batch, self.kv_cache_config, self.placement, narrows=narrows, backend=self._backend)
         inputs = {} if embeds is None else {"embeds": (embeds, batch.embed_index)}
         token_ids = _token_ids(batch, previous)
         if self.placement.num_data > 1:

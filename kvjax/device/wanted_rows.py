@@ -1,6 +1,6 @@
 """The tokens of a step whose hidden states are wanted: in the last layer they alone have queries.
 
-Flow:    DeviceBatch -> [wanted_rows] -> PagedKVCache.wanted -> the model's last layer
+Flow:    DeviceBatch -> [wanted_rows] -> StepCache.wanted -> the model's last layer
          LayerStep + wanted rows -> [of_wanted] -> LayerStep of a step in which each row is a decoding sequence
 
 K and V of all tokens are written, for later steps; but of a prompt's chunk the model's output is wanted for one token,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         FinishReason,
         GenerationResult,
         PromptLogprobs,
-        StepOutput,
         StepOutputs,
+        TokenOutput,
         TopLogprobs,
     )
     from kvjax.engine.requests.token_stream import StreamOutput, TokenStream
@@ -36,7 +36,7 @@ _HOME_OF = {
     "GenerationResult": "requests.outputs",
     "LLMEngine": "front.llm_engine",
     "PromptLogprobs": "requests.outputs",
-    "StepOutput": "requests.outputs",
+    "TokenOutput": "requests.outputs",
     "StepOutputs": "requests.outputs",
     "StreamOutput": "requests.token_stream",
     "TokenStream": "requests.token_stream",
@@ -57,11 +57,11 @@ __all__ = [
     "RequestStats",
     "SamplingParams",
     "SpeculativeConfig",
-    "StepOutput",
     "StepOutputs",
     "StepStats",
     "StreamOutput",
     "TokenMatcher",
+    "TokenOutput",
     "TokenStream",
     "TopLogprobs",
 ]

@@ -1,4 +1,4 @@
-"""Attention over one whole sequence, written from the definitions: what a model over PagedKVCache must agree with."""
+"""Attention over one whole sequence, written from the definitions: what a model over StepCache must agree with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _complete(length: int, num_entries: int, ratio: int) -> jax.Array:  # bool[q
 
 
 class DenseCache:
-    """The methods of PagedKVCache over a sequence that starts at position 0."""
+    """The methods of StepCache over a sequence that starts at position 0."""
 
     def __init__(
         self,

@@ -25,8 +25,8 @@ from kvjax.device import (
     Buckets,
     DeviceBatch,
     KVPages,
-    PagedKVCache,
     Placement,
+    StepCache,
     copy_pages,
     create_pages,
     gather_pages,
@@ -204,7 +204,7 @@ def test_sinks_and_scales_go_with_their_heads(platform: str) -> None:
         def step(pages: KVPages, batch: DeviceBatch, sinks: jax.Array, k_scale: jax.Array) -> jax.Array:
             scales = {"k_scale": k_scale, "v_scale": jnp.float32(3.0)}
             options = AttentionOptions(sm_scale=0.3, sinks=sinks, **scales)
-            return PagedKVCache(pages, batch, config, placement)("layers.1", q, k, v, options)
+            return StepCache(pages, batch, config, placement)("layers.1", q, k, v, options)
 
         return np.asarray(jax.jit(step)(create_pages(config, placement), batch, sinks, k_scale))
 
@@ -226,7 +226,7 @@ def test_one_head_of_8_bits_a_device_takes_half_of_the_bytes() -> None:
 
     def attend(config: KVCacheConfig, placement: Placement) -> list[np.ndarray]:
         def step(pages: KVPages, batch: DeviceBatch, *qkv: jax.Array) -> tuple[jax.Array, KVPages]:
-            cache = PagedKVCache(pages, batch, config, placement)
+            cache = StepCache(pages, batch, config, placement)
             return cache("layers.0", *qkv, AttentionOptions(sm_scale=0.3)), cache.pages
 
         pages, host, outs = create_pages(config, placement), ToyHost(config), []
@@ -313,7 +313,7 @@ def update_recurrent_layers(
         return out, (scanned,)
 
     def run(pages: KVPages, batch: DeviceBatch, inputs: list[tuple[jax.Array, ...]]) -> tuple[list[jax.Array], KVPages]:
-        cache, outs = PagedKVCache(pages, batch, config, placement), []
+        cache, outs = StepCache(pages, batch, config, placement), []
         for layer, (convolved, scanned) in enumerate(inputs):
             name = f"layers.{layer}"
             outs.append(cache.update_states(name, convolve, convolved, (1, 0), arrays=(0,)))

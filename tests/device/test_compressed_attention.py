@@ -13,7 +13,7 @@ from flax import nnx
 
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.spec import KVCacheSpec
-from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, Placement, create_pages
+from kvjax.device import AttentionOptions, Bucket, DeviceBatch, Placement, StepCache, create_pages
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8
 from tests.device.aliases import assert_in_place
 from tests.device.dense_cache import DenseCache
@@ -100,25 +100,25 @@ def test_all_tables_are_written_in_place() -> None:
     assert_in_place(toy("cpu").step.compiled(pages, BUCKETS.steps[0]), pages)
 
 
-def empty_cache() -> PagedKVCache:
+def empty_cache() -> StepCache:
     config = toy("cpu").config
     groups = config.kv_cache_groups
     compressed = {i: group.tokens_per_state for i, group in enumerate(groups) if group.tokens_per_state != {1}}
     batch = DeviceBatch.empty(Bucket(4, 2, 2), len(groups), compressed=compressed)
-    return PagedKVCache(create_pages(config), batch, config)
+    return StepCache(create_pages(config), batch, config)
 
 
 def ones(*shape: int) -> jax.Array:
     return jnp.ones(shape, jnp.float32)
 
 
-def compress(cache: PagedKVCache, kv: int = 16, ratio: int = 4, dim: int = 8, states: str = "layers.1.states") -> None:
+def compress(cache: StepCache, kv: int = 16, ratio: int = 4, dim: int = 8, states: str = "layers.1.states") -> None:
     vectors = ones(3, dim)  # of four tokens in two requests
     bias = ones(ratio, kv)
     cache.compress("layers.1.compressed", ones(4, kv), ones(4, kv), bias, lambda *_: vectors, states=states)
 
 
-def attend(cache: PagedKVCache, options: AttentionOptions = OPTIONS, **arguments: Any) -> jax.Array:
+def attend(cache: StepCache, options: AttentionOptions = OPTIONS, **arguments: Any) -> jax.Array:
     return cache.attend_compressed("layers.1.window", ones(4, 4, 8), ones(4, 8), options, **arguments)
 
 

@@ -16,8 +16,8 @@ from kvjax.device import (
     Buckets,
     DeviceBatch,
     EncoderCache,
-    PagedKVCache,
     Placement,
+    StepCache,
     UpdateStep,
     create_pages,
     make_update_step,
@@ -202,7 +202,7 @@ def test_refuses_what_is_no_cross_attention(model: LoadedModel) -> None:
     config = config_of(model)
     group_ids = [i for i, group in enumerate(config.kv_cache_groups) if group.kv_cache_spec.reads_encoder]
     batch = DeviceBatch.empty(Bucket(4, 2, 2), len(config.kv_cache_groups), encoder=group_ids)
-    cache = PagedKVCache(create_pages(config), batch, config)
+    cache = StepCache(create_pages(config), batch, config)
     q, options = np.zeros((4, Q_HEADS, HEAD_DIM), np.float32), AttentionOptions(sm_scale=1.0)
     with pytest.raises(NotImplementedError, match=r"layer 'layers.1': expected a cache of encoder tokens, got full"):
         cache.attend_cross("layers.1", q, options)

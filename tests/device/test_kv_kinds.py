@@ -14,7 +14,7 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sink_full import SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
-from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, Placement, create_pages, write_kv
+from kvjax.device import AttentionOptions, Bucket, DeviceBatch, Placement, StepCache, create_pages, write_kv
 from tests.device.aliases import assert_in_place
 from tests.device.dense_cache import DenseCache
 from tests.device.serving import Server
@@ -136,6 +136,6 @@ def test_pages_are_updated_in_place() -> None:
 def test_refuses_to_look_at_what_is_freed(layer: str, options: AttentionOptions, message: str) -> None:
     config = toy("cpu").config
     batch = DeviceBatch.empty(Bucket(4, 2, 2), len(config.kv_cache_groups))
-    cache = PagedKVCache(create_pages(config), batch, config)
+    cache = StepCache(create_pages(config), batch, config)
     with pytest.raises(ValueError, match=f"layer '{layer}': .*{message}"):
         cache(layer, np.zeros((4, 8, 8), np.float32), *(np.zeros((4, 4, 8), np.float32),) * 2, options)

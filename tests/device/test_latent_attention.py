@@ -12,7 +12,7 @@ from flax import nnx
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
-from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, Placement, create_pages
+from kvjax.device import AttentionOptions, Bucket, DeviceBatch, Placement, StepCache, create_pages
 from kvjax.planning import plan_kv_cache
 from tests.device.aliases import assert_in_place
 from tests.device.toy_kinds import BUCKETS, KVLayer, LatentLayer, Toy, serve_mixed
@@ -58,11 +58,11 @@ def test_latents_are_written_in_place() -> None:
     assert_in_place(toy("cpu").step.compiled(pages, BUCKETS.steps[0]), pages)
 
 
-def empty_cache() -> PagedKVCache:
+def empty_cache() -> StepCache:
     compressed = MLAAttentionSpec(**SIZES, tokens_per_state=2)
     config = plan_kv_cache({**specs(), "layers.4": compressed}, num_blocks=4, max_model_len=8).config
     batch = DeviceBatch.empty(Bucket(4, 2, 2), len(config.kv_cache_groups))
-    return PagedKVCache(create_pages(config), batch, config)
+    return StepCache(create_pages(config), batch, config)
 
 
 def states(latent: int = LATENT, rope: int = ROPE, key_pe: int = ROPE) -> tuple[jax.Array, ...]:

@@ -18,8 +18,8 @@ from kvjax.device import (
     Bucket,
     Buckets,
     DeviceBatch,
-    PagedKVCache,
     RecurrentStep,
+    StepCache,
     UpdateStep,
     create_pages,
     make_update_step,
@@ -202,10 +202,10 @@ def test_the_compiled_step_updates_states_in_place_and_is_traced_once(step: Upda
     assert step.num_compiled == num_compiled
 
 
-def empty_cache() -> PagedKVCache:
+def empty_cache() -> StepCache:
     config = hybrid_config()
     recurrent = {i: 0 for i, group in enumerate(config.kv_cache_groups) if "layers.0" in group.layer_names}
-    return PagedKVCache(create_pages(config), DeviceBatch.empty(Bucket(4, 2, 2), 2, recurrent=recurrent), config)
+    return StepCache(create_pages(config), DeviceBatch.empty(Bucket(4, 2, 2), 2, recurrent=recurrent), config)
 
 
 def test_refuses_what_is_no_recurrent_layer_or_other_states() -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, create_pages
+from kvjax.device import AttentionOptions, Bucket, DeviceBatch, StepCache, create_pages
 from kvjax.planning import plan_kv_cache
 from pallas_kernels.mla_paged_attention import kernel_gpu as latent_kernel
 from pallas_kernels.ragged_paged_attention import kernel_gpu as kv_kernel
@@ -38,18 +38,18 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[bool]:
     return plans
 
 
-def jaxpr_of(specs: dict[str, Any], bucket: Bucket, run: Callable[[PagedKVCache], Any]) -> str:
+def jaxpr_of(specs: dict[str, Any], bucket: Bucket, run: Callable[[StepCache], Any]) -> str:
     """A step for a GPU, traced."""
     config = plan_kv_cache(specs, num_blocks=8, max_model_len=32).config
 
     def step(pages: Any, batch: DeviceBatch) -> Any:
-        cache = PagedKVCache(pages, batch, config, backend="gpu")
+        cache = StepCache(pages, batch, config, backend="gpu")
         return run(cache), cache.pages
 
     return str(jax.make_jaxpr(step)(create_pages(config), DeviceBatch.empty(bucket, len(config.kv_cache_groups))))
 
 
-def run_layers(cache: PagedKVCache, layers: dict[str, AttentionOptions]) -> list[jax.Array]:
+def run_layers(cache: StepCache, layers: dict[str, AttentionOptions]) -> list[jax.Array]:
     q, kv = jnp.zeros((4, 4, 64), jnp.bfloat16), jnp.zeros((4, 2, 64), jnp.bfloat16)
     return [cache(name, q, kv, kv, options) for name, options in layers.items()]
 
@@ -81,7 +81,7 @@ def test_latent_layers_share_a_plan(monkeypatch: pytest.MonkeyPatch, bucket: Buc
     plans = count_calls(monkeypatch, latent_kernel)
     spec = MLAAttentionSpec(block_size=16, head_size=192, dtype="bfloat16")
 
-    def run(cache: PagedKVCache) -> list[jax.Array]:
+    def run(cache: StepCache) -> list[jax.Array]:
         latent, key_pe = jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros((4, 64), jnp.bfloat16)
         queries = [jnp.zeros((4, 4, dim), jnp.bfloat16) for dim in (128, 64)]
         return [cache.attend_latent(f"layers.{i}", *queries, latent, key_pe, PLAIN) for i in range(3)]

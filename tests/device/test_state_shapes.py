@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.core import KVCacheManager, Request
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.step.step_builder import build_step_plan
-from kvjax.device import Bucket, DeviceBatch, KVPages, PagedKVCache, Placement, RecurrentStep, create_pages
+from kvjax.device import Bucket, DeviceBatch, KVPages, Placement, RecurrentStep, StepCache, create_pages
 from kvjax.device.pages import Column, page_shapes
 from kvjax.planning import plan_kv_cache
 from tests.device.aliases import assert_in_place
@@ -42,7 +42,7 @@ def run(placement: Placement) -> None:
     requests = [Request(name, [0] * 20) for name in "rs"]
 
     def step(pages: KVPages, batch: DeviceBatch, x: jax.Array) -> tuple[jax.Array, KVPages]:
-        cache = PagedKVCache(pages, batch, config, placement)
+        cache = StepCache(pages, batch, config, placement)
         out = cache.update_states("a", add_tokens, (x,), (None,), arrays=(2, 0))
         assert cache.unused_layers == ("a",)
         again = cache.update_states("a", add_tokens, (x,), (None,), arrays=(1, 3))

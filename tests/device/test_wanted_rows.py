@@ -16,7 +16,7 @@ from kvjax.core import KVCacheManager, Request
 from kvjax.core.step.step_builder import build_step_plan
 from kvjax.core.step.step_drafts import StepDrafts
 from kvjax.core.step.step_plan import StepPlan
-from kvjax.device import AttentionOptions, Bucket, Buckets, DeviceBatch, PagedKVCache, make_update_step
+from kvjax.device import AttentionOptions, Bucket, Buckets, DeviceBatch, StepCache, make_update_step
 from kvjax.device.pages import KVPages, page_shapes
 from kvjax.device.placement import Placement
 from kvjax.device.wanted_rows import MOST_TABLE_ENTRIES
@@ -66,7 +66,7 @@ def attended(batch: DeviceBatch, layer: str, *, narrows: bool) -> tuple[jax.Arra
     q, k, v = (jax.random.normal(jax.random.key(i), (num_tokens, *shape)) for i, shape in enumerate(shapes))
 
     def step(pages: KVPages) -> tuple[jax.Array, KVPages]:
-        cache = PagedKVCache(pages, batch, CONFIG, narrows=narrows)
+        cache = StepCache(pages, batch, CONFIG, narrows=narrows)
         if narrows:
             assert cache.wanted is not None
             return cache(layer, q[cache.wanted], k, v, OPTIONS[layer]), cache.pages
@@ -106,7 +106,7 @@ def test_a_step_without_requests_attends_to_nothing() -> None:
 )
 def test_all_tokens_are_wanted(bucket: Bucket) -> None:
     batch = DeviceBatch.empty(bucket, 2)
-    cache = jax.eval_shape(lambda pages: PagedKVCache(pages, batch, CONFIG, narrows=True).wanted, pages_of())
+    cache = jax.eval_shape(lambda pages: StepCache(pages, batch, CONFIG, narrows=True).wanted, pages_of())
     assert cache is None
 
 
@@ -116,7 +116,7 @@ class AsksForAll(nnx.Module):
     def __init__(self, model: nnx.Module) -> None:
         self.model = model
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, cache: PagedKVCache) -> jax.Array:
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, cache: StepCache) -> jax.Array:
         cache.wanted = None
         return self.model(token_ids, positions, cache)
 

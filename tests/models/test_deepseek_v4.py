@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvjax.configs import load_model_config
 from kvjax.core.step.step_plan import StepPlan
-from kvjax.device import Bucket, DeviceBatch, KVPages, PagedKVCache, Placement, StepOutput
+from kvjax.device import Bucket, DeviceBatch, KVPages, Placement, StepCache, StepOutput
 from kvjax.engine import EngineConfig
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import LoadedModel, ModelConfig, build_model, load_model
@@ -304,7 +304,7 @@ def test_strict_promotion_of_dtypes_and_ranks_is_enough(name: str) -> None:
     assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-class PickingCache(PagedKVCache):
+class PickingCache(StepCache):
     """Remembers which entries the indexers picked."""
 
     picked: tuple[jax.Array, ...] = ()

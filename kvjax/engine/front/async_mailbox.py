@@ -12,7 +12,7 @@ import asyncio
 import threading
 from dataclasses import dataclass, field
 
-from kvjax.engine.requests.outputs import GenerationResult, StepOutput, TopLogprobs
+from kvjax.engine.requests.outputs import GenerationResult, TokenOutput, TopLogprobs
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Mailbox:
 
     # -- the engine's thread, which holds the lock ---------------------------------------------------------------------
 
-    def put(self, sample: int, output: StepOutput) -> None:
+    def put(self, sample: int, output: TokenOutput) -> None:
         """Adds a token to what is unread."""
         unread = self._unread.get(sample)
         if unread is None:

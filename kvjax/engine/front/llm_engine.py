@@ -356,7 +356,7 @@ class LLMEngine(EngineLifeCycle):
         After an exception the requests go on: what a step in flight was computing is computed again.
 
         Returns:
-            Columns, which are also a sequence of `StepOutput`.
+            Columns, which are also a sequence of `TokenOutput`.
 
         Raises:
             ValueError: a stream is open. Nothing is changed.

@@ -1,6 +1,6 @@
 """Text of one request's output: pieces as tokens come, the end at a stop string, the whole.
 
-Flow:    output token -> [OutputText.push] -> piece of StepOutput.text, the request's end -> GenerationResult.text
+Flow:    output token -> [OutputText.push] -> piece of TokenOutput.text, the request's end -> GenerationResult.text
 
 Only requests with stop strings, or whose text is asked for as it comes, are looked at token by token; of the others the
 text is decoded once, at the end. A stop string may begin in one token and end in another: text that may be the

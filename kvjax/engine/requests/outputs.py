@@ -79,7 +79,7 @@ class GenerationResult:
 
 
 @dataclass(frozen=True)
-class StepOutput:
+class TokenOutput:
     """A request's new token of one step."""
 
     request_id: str
@@ -91,8 +91,8 @@ class StepOutput:
 
 
 @dataclass(frozen=True, eq=False)
-class StepOutputs(Sequence[StepOutput]):
-    """The new tokens of one step, as columns; a sequence of `StepOutput`, each made when it is asked for.
+class StepOutputs(Sequence[TokenOutput]):
+    """The new tokens of one step, as columns; a sequence of `TokenOutput`, each made when it is asked for.
 
     With speculation a request may have several of them, which stand side by side in their order; a result stands at
     its request's last. Reading columns costs nothing a token, so that is the way for many requests.
@@ -109,16 +109,16 @@ class StepOutputs(Sequence[StepOutput]):
         return self.token_ids.size
 
     @overload
-    def __getitem__(self, index: int) -> StepOutput: ...
+    def __getitem__(self, index: int) -> TokenOutput: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[StepOutput]: ...
+    def __getitem__(self, index: slice) -> list[TokenOutput]: ...
 
-    def __getitem__(self, index: int | slice) -> StepOutput | list[StepOutput]:
+    def __getitem__(self, index: int | slice) -> TokenOutput | list[TokenOutput]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = range(len(self))[index]
-        return StepOutput(
+        return TokenOutput(
             self.request_ids[place],
             self.token_ids.item(place),
             self.logprobs.item(place),
@@ -127,11 +127,11 @@ class StepOutputs(Sequence[StepOutput]):
             self.top_logprobs.get(place),
         )
 
-    def __iter__(self) -> Iterator[StepOutput]:
+    def __iter__(self) -> Iterator[TokenOutput]:
         columns = zip(self.request_ids.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
         for place, (request_id, token_id, logprob) in enumerate(columns):
             more = (self.results.get(place), self.texts.get(place), self.top_logprobs.get(place))
-            yield StepOutput(request_id, token_id, logprob, *more)
+            yield TokenOutput(request_id, token_id, logprob, *more)
 
 
 NO_OUTPUTS = StepOutputs(np.zeros(0, np.object_), np.zeros(0, np.int32), np.zeros(0, np.float32), {})

@@ -53,7 +53,7 @@ class SamplingParams:
         logprobs: best tokens at each output token whose log-probabilities come back, under the model: temperature 1,
             nothing masked. Those of output tokens themselves always come.
         prompt_logprobs: likewise at each prompt token.
-        stream_text: whether steps bring the text that they complete (`StepOutput.text`).
+        stream_text: whether steps bring the text that they complete (`TokenOutput.text`).
         skip_special_tokens: whether text leaves special tokens out.
 
     Raises:

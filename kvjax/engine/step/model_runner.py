@@ -19,8 +19,7 @@ from kvjax.device import Buckets, EmbedBuffer, KVPages, Placement, UpdateStep, c
 from kvjax.device.given_tokens import ScoreFn
 from kvjax.device.model_weights import ModelWeights
 from kvjax.device.transfers import reads_back
-from kvjax.device.update_step import SampleFn
-from kvjax.device.update_step import StepOutput as DeviceOutput
+from kvjax.device.update_step import SampleFn, StepOutput
 from kvjax.engine.requests.outputs import TopLogprobs
 from kvjax.engine.sampling.sampler import TokenLogprobs
 from kvjax.engine.sampling.sampler_lines import SamplerSizes
@@ -134,7 +133,7 @@ class ModelRunner:
         self.pages, self._previous = output.pages, output.sampled
         self._flights.append(_Flight(step, output.tokens, output.extras, output.num_accepted, output.scores))
 
-    def _dispatch_ranks(self, step: RankSteps) -> DeviceOutput:
+    def _dispatch_ranks(self, step: RankSteps) -> StepOutput:
         previous = self.update_step.no_tokens if self._previous is None else self._previous
         inputs = DeviceInputs.of(step, self.sampler_sizes, self.update_step.num_previous)
         if self._sampler is not None:
@@ -149,7 +148,7 @@ class ModelRunner:
             given=inputs.given,
         )
 
-    def _dispatch_one(self, step: HostStep) -> DeviceOutput:
+    def _dispatch_one(self, step: HostStep) -> StepOutput:
         inputs, embeds = step.inputs, None
         if self._embeds is not None:
             if inputs.embeds is not None:

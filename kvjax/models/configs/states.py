@@ -1,6 +1,6 @@
 """What a recurrent layer remembers of a sequence. No jax.
 
-Flow:    a family's config -> [StateShapes] -> MambaSpec -> planner, PagedKVCache.update_states
+Flow:    a family's config -> [StateShapes] -> MambaSpec -> planner, StepCache.update_states
 Source:  vLLM's model_executor/layers/mamba/mamba_utils.py for shapes and dtypes
 """
 

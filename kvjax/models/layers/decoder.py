@@ -59,7 +59,7 @@ class Decoder(LanguageModel):
         self,
         token_ids: jax.Array,  # int32[T]
         positions: jax.Array,  # int32[T], or [3, T] for multimodal positions
-        cache: Any,  # kvjax.device.PagedKVCache; DenseAttention for layers that only attend
+        cache: Any,  # kvjax.device.StepCache; DenseAttention for layers that only attend
     ) -> jax.Array:  # [T, d], or [N, d]
         """Normed hidden states of the last layer; padding tokens give values that mean nothing.
 

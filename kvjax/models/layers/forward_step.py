@@ -16,9 +16,9 @@ from kvjax.models.layers.rotary import RopeTables, rope_tables
 
 
 class Cache(Protocol):
-    """What a layer calls for attention: `kvjax.device.PagedKVCache` when serving, `DenseAttention` when training.
+    """What a layer calls for attention: `kvjax.device.StepCache` when serving, `DenseAttention` when training.
 
-    Layers of other kinds call the other methods of `PagedKVCache`, which `DenseAttention` does not have.
+    Layers of other kinds call the other methods of `StepCache`, which `DenseAttention` does not have.
     """
 
     def __call__(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.engine.requests.outputs import NO_OUTPUTS, StepOutput, StepOutputs
+from kvjax.engine.requests.outputs import NO_OUTPUTS, StepOutputs, TokenOutput
 from tests.engine.fake_model import FakeEngine
 
 
 def test_a_step_is_a_sequence_of_outputs_and_their_columns() -> None:
     columns = (np.array(["a", "b", "c"], np.object_), np.array([5, 6, 7], np.int32), np.array([-1.5, -2, -0.25], "f4"))
     outputs = StepOutputs(*columns, results={})
-    expected = [StepOutput("a", 5, -1.5, None), StepOutput("b", 6, -2.0, None), StepOutput("c", 7, -0.25, None)]
+    expected = [TokenOutput("a", 5, -1.5, None), TokenOutput("b", 6, -2.0, None), TokenOutput("c", 7, -0.25, None)]
     assert list(outputs) == expected
     assert [outputs[i] for i in range(3)] == expected
     assert [outputs[i] for i in range(-3, 0)] == expected

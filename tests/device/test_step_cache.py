@@ -13,7 +13,7 @@ import pytest
 from kvjax.core import KVCacheManager, Request
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from kvjax.core.step.step_builder import build_step_plan
-from kvjax.device import AttentionOptions, Bucket, DeviceBatch, KVPages, PagedKVCache, create_pages
+from kvjax.device import AttentionOptions, Bucket, DeviceBatch, KVPages, StepCache, create_pages
 from kvjax.planning import plan_kv_cache
 from tests.device.toy import HEAD_DIM, KV_HEADS, Q_HEADS, WINDOW, toy_config
 
@@ -21,9 +21,9 @@ TOKENS = 4
 OPTIONS = AttentionOptions(sm_scale=1.0, sliding_window=WINDOW)
 
 
-def empty_cache() -> PagedKVCache:
+def empty_cache() -> StepCache:
     config = toy_config(num_blocks=4)
-    return PagedKVCache(create_pages(config), DeviceBatch.empty(Bucket(TOKENS, 2, 2), 2), config)
+    return StepCache(create_pages(config), DeviceBatch.empty(Bucket(TOKENS, 2, 2), 2), config)
 
 
 def states(q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS, dim: int = HEAD_DIM, dim_v: int = HEAD_DIM) -> tuple:
@@ -98,7 +98,7 @@ def test_refuses_a_cache_without_k_and_v() -> None:
     config = toy_config(num_blocks=4)
     groups = (KVCacheGroupSpec(("state",), StateSpec(block_size=4)),)
     batch = DeviceBatch.empty(Bucket(TOKENS, 2, 2), 1)
-    cache = PagedKVCache(create_pages(config), batch, KVCacheConfig(config.pools, groups))
+    cache = StepCache(create_pages(config), batch, KVCacheConfig(config.pools, groups))
     with pytest.raises(NotImplementedError, match="layer 'state': expected a cache of K and V, got state"):
         cache("state", *states(), OPTIONS)
 
@@ -119,7 +119,7 @@ def attend_twice(shares: bool) -> tuple[jax.Array, jax.Array]:
     q_a, q_b, k, v = draws
 
     def step(pages: KVPages) -> tuple[jax.Array, jax.Array]:
-        cache = PagedKVCache(pages, batch, config)
+        cache = StepCache(pages, batch, config)
         options = AttentionOptions(sm_scale=1.0)
         return cache("a", q_a, k, v, options), cache("b", q_b, *((None, None) if shares else (k, v)), options)
 
@@ -147,7 +147,7 @@ def attend_with_heads(heads: dict[str, int]) -> dict[str, jax.Array]:
         return jax.random.normal(jax.random.key(seed), (8, num_heads, HEAD_DIM))
 
     def step(pages: KVPages) -> dict[str, jax.Array]:
-        cache = PagedKVCache(pages, batch, config)
+        cache = StepCache(pages, batch, config)
         options = AttentionOptions(sm_scale=1.0)
         return {
             name: cache(name, draw(0, Q_HEADS), draw(1, kv_heads), draw(2, kv_heads), options)
@@ -169,8 +169,8 @@ def test_refuses_kv_where_none_is_kept_and_none_where_it_is() -> None:
     config = KVCacheConfig(config.pools, config.kv_cache_groups, (("layers.3", "layers.1"),))
     q, k, v = states()
 
-    def cache() -> PagedKVCache:
-        return PagedKVCache(create_pages(config), DeviceBatch.empty(Bucket(TOKENS, 2, 2), 2), config)
+    def cache() -> StepCache:
+        return StepCache(create_pages(config), DeviceBatch.empty(Bucket(TOKENS, 2, 2), 2), config)
 
     with pytest.raises(ValueError, match=r"layer 'layers.1': expected K and V, got none; only shared_layers have none"):
         cache()("layers.1", q, None, None, OPTIONS)

@@ -1,9 +1,9 @@
 """The cache as a model sees it: one method per idea of attention, each called once by a layer in a step.
 
-Flow:    KVPages + DeviceBatch inside a traced step -> [PagedKVCache] -> attention outputs, and the updated KVPages
+Flow:    KVPages + DeviceBatch inside a traced step -> [StepCache] -> attention outputs, and the updated KVPages
 Source:  the layer's group and column come from KVCacheConfig.layer_index
 
-    cache = PagedKVCache(pages, batch, kv_cache_config)
+    cache = StepCache(pages, batch, kv_cache_config)
     hidden = model(batch.token_ids, batch.positions, cache)
     pages = cache.pages
 
@@ -42,7 +42,7 @@ from kvjax.device.state_update import RecurrentStep, StateUpdate, check_states, 
 from kvjax.device.wanted_rows import of_wanted, wanted_rows
 
 
-class PagedKVCache:
+class StepCache:
     """Pages and tables of one step. Made inside the traced function, used once per layer, thrown away with the trace.
 
     On a placement of several devices each attends with, and updates the states of, its own heads (`jax.shard_map`).
@@ -340,4 +340,4 @@ class PagedKVCache:
         self.pages = self.pages.with_column(self._config.kv_cache_groups[group_id].pool_id, column, pages)
 
 
-__all__ = ["PagedKVCache", "RecurrentStep", "StateUpdate"]
+__all__ = ["RecurrentStep", "StateUpdate", "StepCache"]
