@@ -61,15 +61,6 @@ def test_an_array_of_a_state_may_be_one_number() -> None:
     assert state(shapes=((1, 1),), dtypes=("float32",)).page_size_bytes == 4
 
 
-def test_a_page_is_one_state() -> None:
-    spec = state()
-    assert spec.page_size_bytes == 3 * 2 * 2 + 2 * 5 * 4
-    assert state(page_size_padded=256).page_size_bytes == 256
-    layout = spec.page_layout("tpu")
-    assert [(array.page_shape, array.dtype) for array in layout.arrays] == [((3, 2), "bfloat16"), ((2, 5), "float32")]
-    assert [spec.max_blocks_per_request(64, 8) for spec in (state("none", 2), state("align", 2))] == [3, 4]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -133,74 +124,7 @@ def test_a_child_gets_the_state_of_the_tokens_it_shares() -> None:
     assert table(manager, child) == [computed]
 
 
-def test_speculative_blocks_move_on_with_the_running_one() -> None:
-    manager = make_manager(state(drafts=2))
-    request = admit(manager, "r", 4)
-    running, one, two = table(manager, request)
-    request.append_output_token_ids([1, 1, 1])
-    step(manager, request, 3)
-    assert table(manager, request)[:3] == [running, one, two]
-    [new] = set(table(manager, request)) - {running, one, two}
-    assert table(manager, request) == [running, one, two, new]
-    request.append_output_token_ids([1] * 6)
-    step(manager, request, 1)
-    free = manager.block_pool.num_free_blocks
-    step(manager, request, 4)
-    after = table(manager, request)
-    assert after[:2] == [0, one]
-    assert after[2:4] == [two, new]
-    assert manager.block_pool.num_free_blocks == free - 1
-
-
-@pytest.mark.parametrize("drafts", [0, 1, 3])
-def test_a_step_takes_at_most_one_new_block_and_a_row_never_more_than_its_bound(drafts: int) -> None:
-    spec, rng = state(drafts=drafts), np.random.default_rng(drafts)
-    manager = make_manager(spec)
-    request = Request("r", rng.integers(0, 9, 60), block_hasher=HASHER)
-    while request.num_computed_tokens < 60:
-        computed = request.num_computed_tokens
-        new = manager.limit_step(request, int(rng.integers(4, 14))) or 4 - computed % 4
-        free = manager.block_pool.num_free_blocks
-        step(manager, request, min(new, 60 - computed))
-        assert manager.block_pool.num_free_blocks >= free - 1 - (0 if computed else drafts)
-        assert sum(block > 0 for block in table(manager, request)) <= spec.max_blocks_per_request(64, 14)
-
-
 # Hits.
-
-
-def test_a_hit_is_the_last_cached_state_alone() -> None:
-    manager = make_manager(state())
-    request = admit(manager, "r", 12, first=4)
-    step(manager, request, 8)
-    for length, expected in ((13, 12), (12, 4), (9, 4), (5, 4), (4, 0)):
-        hit, num_tokens = manager.get_computed_blocks(Request("s", range(length), block_hasher=HASHER))
-        assert num_tokens == expected
-        assert [block > 0 for block in hit.get_block_ids()[0]] == [False] * (expected // 4 - 1) + [True] * (
-            expected > 0
-        )
-
-
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_a_hit_is_followed_by_the_running_state_and_those_of_drafts(drafts: int) -> None:
-    manager = make_manager(state(drafts=drafts))
-    step(manager, admit(manager, "r", 8, first=4), 4)
-    request = Request("s", range(9), block_hasher=HASHER)
-    hit, num_tokens = manager.get_computed_blocks(request)
-    assert num_tokens == 8
-    before = manager.block_pool.num_free_blocks
-    assert manager.allocate_slots(request, 1, num_tokens, hit) is not None
-    assert table(manager, request)[:2] == hit.get_block_ids()[0]
-    assert before - manager.block_pool.num_free_blocks == len(table(manager, request)[2:]) == 1 + drafts
-
-
-def test_no_state_is_hit_in_the_step_that_computes_it() -> None:
-    manager = make_manager(state())
-    assert manager.allocate_slots(Request("r", range(8), block_hasher=HASHER), 8) is not None
-    again = Request("s", range(9), block_hasher=HASHER)
-    assert manager.get_computed_blocks(again)[1] == 0
-    manager.new_step_starts()
-    assert manager.get_computed_blocks(again)[1] == 8
 
 
 def test_a_request_that_hits_a_state_of_this_step_can_wait_for_it() -> None:
@@ -216,12 +140,6 @@ def test_a_request_that_hits_a_state_of_this_step_can_wait_for_it() -> None:
     manager.new_step_starts()
     assert manager.allocate_slots(second, 2, num_tokens, blocks) is not None
     manager.check_invariants()
-
-
-def test_a_state_is_no_common_prefix() -> None:
-    manager = make_manager(FULL, state())
-    admit(manager, "r", 8)
-    assert manager.get_num_common_prefix_blocks("r") == [2, 0]
 
 
 def test_a_lookup_asks_for_columns_in_chunks_that_double(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +179,6 @@ def test_a_step_may_not_leave_a_block_it_began_inside() -> None:
     step(manager, request, 2)  # a token and a draft
 
 
-def test_without_a_cache_steps_end_anywhere() -> None:
-    manager = make_manager(state(), enable_caching=False)
-    step(manager, admit(manager, "r", 20, first=3), 9)
-    assert manager.limit_step(Request("s", range(9)), 7) == 7
-
-
 def test_limited_steps_are_allowed_and_finish() -> None:
     rng = np.random.default_rng(0)
     for case in range(200):
@@ -280,14 +192,6 @@ def test_limited_steps_are_allowed_and_finish() -> None:
         full = request.num_tokens // 8 * 8
         again = Request("s", request.token_ids.tolist() + [1], block_hasher=HASHER)
         assert manager.get_computed_blocks(again)[1] == full, "the last state that all groups have"
-
-
-def test_a_budget_below_a_block_waits() -> None:
-    manager = make_manager(state(), retention_interval=None)
-    request = Request("r", range(20), block_hasher=HASHER)
-    assert [manager.limit_step(request, n) for n in (3, 4, 7, 19, 20)] == [0, 4, 4, 16, 20]
-    assert manager.limit_step(request, 7, num_new_computed_tokens=8) == 4
-    assert make_manager(FULL).limit_step(request, 7) == 7
 
 
 # What the device is told.
@@ -317,88 +221,11 @@ def test_the_plan_names_the_pages_of_states() -> None:
     assert not set(written) & set(read)
 
 
-def test_none_reads_and_writes_one_page() -> None:
-    manager = make_manager(state("none", drafts=1))
-    request = admit(manager, "r", 9, first=5)
-    assert manager.allocate_slots(request, 4) is not None
-    [plan] = build_step_plan(manager, np.array([request.row]), np.array([4])).groups
-    running = table(manager, request)[0]
-    assert plan.state_read is not None
-    assert plan.state_write is not None
-    assert (plan.state_read.tolist(), plan.state_write.tolist()) == ([running], [[0, running]])
-
-
-def test_the_plan_names_a_page_for_the_state_after_each_draft() -> None:
-    """The last token's in the last column; longer steps leave one state, and shorter ones name no page for the rest."""
-    manager = make_manager(state(drafts=2))
-    requests = [admit(manager, "a", 20, first=5), admit(manager, "b", 40, first=9), Request("c", range(6))]
-    for request, new in zip(requests, (3, 2, 5), strict=True):
-        assert manager.allocate_slots(request, new) is not None
-    [plan] = build_step_plan(manager, np.array([r.row for r in requests]), np.array([3, 2, 5])).groups
-    a, b, c = (table(manager, request) for request in requests)
-    assert plan.state_write is not None
-    assert plan.state_write.tolist() == [[a[-1], a[-2], a[-3]], [0, b[-2], b[-3]], [0, 0, c[1]]]
-
-
-@pytest.mark.parametrize("mode", ["align", "none"])
-@pytest.mark.parametrize("drafts", [1, 2, 3, 6])
-def test_states_are_right_when_drafts_are_rejected(mode: str, drafts: int) -> None:
-    """Pages hold the tokens of their state; the step after a rejection reads that of the accepted one, by the table.
-
-    So does a hit find the state at the end of every block that accepted tokens crossed, unless a step passed whole
-    blocks over.
-    """
-    rng = np.random.default_rng(drafts)
-    manager = make_manager(FULL, state(mode, drafts=drafts), num_blocks=200)
-    requests = [Request(f"r{i}", rng.integers(0, 9, 64), block_hasher=HASHER) for i in range(3)]
-    pages: dict[int, list[int]] = {}
-    for request in requests:
-        assert manager.allocate_slots(request, 5) is not None
-    new, by_row = np.full(3, 5), {request.row: request for request in requests}
-    while min(request.num_computed_tokens for request in requests) < 30:
-        step_plan = build_step_plan(manager, np.array(list(by_row)), new)
-        plan, before, rejected = step_plan.groups[1], dict(pages), []
-        assert plan.state_read is not None
-        assert plan.state_write is not None
-        written = plan.state_write[plan.state_write > 0].tolist()
-        assert len(set(written)) == len(written)
-        assert len(written) == sum(n if n <= 1 + drafts else 1 for n in step_plan.num_new_tokens)
-        for i, (row, count) in enumerate(zip(step_plan.rows.tolist(), step_plan.num_new_tokens.tolist(), strict=True)):
-            request = by_row[row]
-            done, tokens = request.num_computed_tokens, request.token_ids.tolist()
-            assert (before[int(plan.state_read[i])] if done else []) == tokens[:done]
-            for back, page in enumerate(plan.state_write[i, ::-1].tolist()):
-                if page:
-                    pages[page] = tokens[: done + count - back]
-            request.num_computed_tokens = done + count
-            rejected.append(int(rng.integers(0, count)) if done else 0)
-        manager.settle_drafts(step_plan.rows, rejected)
-        assert [copies.sources.size for copies in manager.take_page_copies()] == [0]
-        for request in requests:
-            manager.cache_blocks(request, request.num_computed_tokens)
-        manager.check_invariants()
-        manager.new_step_starts()
-        new = np.minimum(rng.integers(1, 2 + drafts, 3), [64 - r.num_computed_tokens for r in requests])
-        assert manager.plan_step(list(by_row), new, delay_cache_blocks=True).num_planned == 3
-    for request in requests:
-        tokens = request.token_ids[:28].tolist()
-        hit, length = manager.get_computed_blocks(Request("again", [*tokens, 1], block_hasher=HASHER))
-        assert length == 0 if mode == "none" else (length == 28 or drafts >= SIZE)
-        if length:
-            assert pages[hit.block_ids[1][-1]] == tokens[:length]
-
-
 def test_a_plan_without_blocks_is_refused() -> None:
     manager = make_manager(state())
     request = admit(manager, "r", 9, first=4)
     with pytest.raises(ValueError, match=r"group 0: expected the blocks of a state after 9 tokens, got 1 blocks"):
         build_step_plan(manager, np.array([request.row]), np.array([5]))
-
-
-def test_tokens_that_blocks_are_enough_for() -> None:
-    num_blocks = np.array([0, 2, 3, 6])
-    assert state("align", drafts=2).most_tokens(num_blocks).tolist() == [-8, 0, 4, 16]
-    assert (state("none", drafts=2).most_tokens(num_blocks) > 0).tolist() == [False, False, True, True]
 
 
 def test_a_state_is_right_wherever_it_is_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, ReleaseRules, Request
-from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNeed
 from kvjax.core.kinds.retention import Retention
 from tests.core.manager.manager_lockstep import FULL, Setup, config_of
 from tests.core.manager.naive_manager import NaiveGroup
@@ -60,52 +58,6 @@ def lookup(manager: KVCacheManager, tokens: list[int]) -> int:
     return manager.get_computed_blocks(request("lookup", tokens))[1]
 
 
-def skipped_by(kind: str, size: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Tokens that the token behind so many does not see: of a window, a chunk, or a state of `size`."""
-    if kind == "window":
-        return lambda lengths: np.maximum(lengths - size + 1, 0)
-    return lambda lengths: lengths // size * size if kind == "chunk" else np.maximum(lengths - 1, 0)
-
-
-@pytest.mark.parametrize("has_probation", [False, True])
-@pytest.mark.parametrize("kind", ["window", "chunk", "state"])
-@pytest.mark.parametrize("seed", range(20))
-def test_what_lasts_is_what_checkpoints_need(kind: str, has_probation: bool, seed: int) -> None:
-    """With probation what a row's own need; without it what the interval's do is registered too, and nothing else."""
-    rng = np.random.default_rng(seed)
-    block_size = int(rng.integers(1, 5))
-    step = block_size * int(rng.integers(1, 5))
-    interval = step * int(rng.integers(0, 5))
-    skipped, num_after = skipped_by(kind, int(rng.integers(1, 40))), int(rng.integers(0, 2))
-    retention = Retention(interval, step, int(rng.integers(0, 5)), str(rng.choice(["all", "vllm-0.33"])))
-    retention.reserve_rows(3)
-    lengths: list[set[int]] = []
-    for row in range(3):
-        num_tokens, shared = int(rng.integers(1, 200)), int(rng.integers(0, 200)) // step * step
-        retention.note_admission(row, num_tokens, shared)
-        multiples = range(interval, 400, interval) if interval and not has_probation else ()
-        lengths.append({*retention.lengths_for(num_tokens, shared), *multiples} - {0})
-    checkpoints = CheckpointColumns(
-        CheckpointNeed(block_size, skipped, 400, num_after=num_after), interval, 60, retention, has_probation
-    )
-
-    def is_needed(row: int, column: int) -> bool:
-        return any(
-            int(skipped(np.array(n))) // block_size <= column < n // block_size + num_after for n in lengths[row]
-        )
-
-    for rows, columns in ((np.repeat(np.arange(3), 60), np.tile(np.arange(60), 3)), (np.array([1]), np.arange(60))):
-        pairs = zip(np.broadcast_to(rows, columns.shape).tolist(), columns.tolist(), strict=True)
-        needed = [is_needed(row, column) for row, column in pairs]
-        own = checkpoints.find_own(rows, columns) if has_probation else checkpoints.find_kept(rows, columns)
-        assert (np.zeros(columns.size, np.bool_) if own is None else own).tolist() == needed
-    for row, start, end in ((0, 0, 60), *rng.integers(0, 60, (5, 3)) % (3, 60, 60)):
-        stretches = checkpoints.stretches_on_probation(int(row), int(start), int(end))
-        in_stretches = [column for first, behind in stretches for column in range(first, behind)]
-        rest = [column for column in range(start, end) if not is_needed(row, column)]
-        assert in_stretches == (rest if has_probation else [])
-
-
 @pytest.mark.parametrize("ends", ["all", "vllm-0.33"])
 @pytest.mark.parametrize("interval", [0, 1, 2])
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -145,30 +97,6 @@ def test_checkpoints_everywhere_hit_as_if_all_were_kept(name: str) -> None:
     assert sparse.block_pool.num_hashed_blocks <= dense.block_pool.num_hashed_blocks
 
 
-@pytest.mark.parametrize("ends", ["all", "vllm-0.33"])
-@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "window alone"])
-def test_a_third_request_hits_what_two_had_in_common(name: str, ends: str) -> None:
-    """The second one finds no checkpoint there, and leaves one; an interval has one not far before."""
-    setup = HYBRIDS[name]
-    shared = 60
-    prompts = [list(range(shared)) + [100 + i] * 30 for i in range(3)]
-    for interval in (0, 12):
-        manager = make(setup, interval, ends)
-        hits = [compute(manager, f"r{i}", prompt, interval or MAX_MODEL_LEN) for i, prompt in enumerate(prompts)]
-        assert hits[0] == 0
-        if interval:
-            assert hits[1] >= lookup_length(setup, shared, interval)
-        elif name != "chunk":  # where a chunk begins, a hit needs none of it
-            assert hits[1] == 0
-        assert hits[2] == lookup_length(setup, shared, alignment(setup))
-
-
-def lookup_length(setup: Setup, shared: int, step: int) -> int:
-    """Multiples of `step` that are hits where `shared` tokens are in common; EAGLE drops a block of what is."""
-    dropped = min(group.block_size for group in setup.groups) if setup.eagle else 0
-    return (shared - dropped) // step * step
-
-
 def test_steps_of_recurrent_groups_end_at_checkpoints() -> None:
     setup = HYBRIDS["Mamba"]
     manager = make(setup, 16)
@@ -203,20 +131,6 @@ def test_by_vllms_rules_chunks_keep_everything() -> None:
     for manager in managers:
         compute(manager, "r", list(range(50)))
     assert managers[0].block_pool.snapshot() == managers[1].block_pool.snapshot()
-
-
-def test_forks_keep_what_their_parent_keeps() -> None:
-    manager = make(HYBRIDS["window"], 0)
-    parent = request("parent", list(range(40)))
-    assert manager.allocate_slots(parent, 8) is not None
-    parent.num_computed_tokens = 8
-    children = manager.fork(parent, 2)
-    assert children is not None
-    checkpoints = manager.snapshot().checkpoints
-    assert {checkpoints[r.request_id] for r in (parent, *children)} == {(38, 40, 0, 0)}
-    assert manager.allocate_slots(children[0], 32) is not None
-    children[0].num_computed_tokens = 40
-    assert lookup(manager, list(range(50))) == 40
 
 
 @pytest.mark.parametrize(

@@ -116,16 +116,6 @@ def test_the_parents_page_goes_to_the_last_that_writes(setup: Setup) -> None:
     assert num_copies(manager) == [0] * setup.num_pools
 
 
-def test_a_whole_number_of_blocks_copies_nothing() -> None:
-    manager = HYBRID.manager([100])
-    request = running(manager, 8)
-    children = manager.fork(request, 8)
-    assert children is not None
-    decode(manager, [request, *children])
-    assert num_copies(manager) == [0]
-    assert all(manager.get_block_ids(child.request_id)[0][:4] == [1, 2, 3, 4] for child in children)
-
-
 def test_a_group_copies_only_what_is_partly_filled() -> None:
     """12 tokens fill blocks of 4, not of 8."""
     manager = FOUR.manager([100, 100])
@@ -135,48 +125,6 @@ def test_a_group_copies_only_what_is_partly_filled() -> None:
     copies = manager.take_page_copies()
     assert [c.sources.tolist() for c in copies] == [[], [2, 2]]
     assert [c.destinations.tolist() for c in copies] == [[], [3, 4]]
-
-
-@pytest.mark.parametrize("num_blocks", range(2, 12))
-@pytest.mark.parametrize("name", ["full", "hybrid", "window_uncached_first"])
-def test_running_out_changes_nothing(name: str, num_blocks: int) -> None:
-    """A fork needs no block; children write until one does not fit, and that one may try again."""
-    manager = SETUPS[name].manager([num_blocks])
-    request = Request("parent", range(3))
-    if manager.allocate_slots(request, 3) is None:
-        return
-    request.num_computed_tokens = 3
-    children = manager.fork(request, 8)
-    assert children is not None
-    for child in children:
-        child.append_output_token_ids(9)
-    planned = manager.plan_step([child.row for child in children], 1).num_planned
-    num_groups = len(SETUPS[name].groups)
-    assert planned == min((num_blocks - 1 - 2 * num_groups) // num_groups, 8)
-    if planned == 8:
-        return
-    refused = manager.snapshot()
-    for _ in range(2):
-        assert manager.allocate_slots(children[planned], 1) is None
-        assert manager.allocate_slots(children[planned], 1, full_sequence_must_fit=True) is None
-        assert manager.plan_step([child.row for child in children[planned:]], 1).num_planned == 0
-        assert manager.snapshot() == refused
-    for other in [request, *children[:planned], *children[planned + 1 :]]:
-        manager.free(other)
-    assert manager.allocate_slots(children[planned], 1) is not None  # alone, it writes in place
-
-
-def test_sources_are_held_until_the_copies_are_taken() -> None:
-    manager = FULL.manager([20])
-    request = running(manager, 3)
-    (child,) = manager.fork(request, 1) or ()
-    decode(manager, [child])
-    manager.free(request)
-    assert manager.block_pool.ref_count[2] == 1
-    (copies,) = manager.take_page_copies()
-    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([2], [3])
-    assert manager.block_pool.ref_count[2] == 0
-    assert num_copies(manager) == [0]
 
 
 def test_the_last_holder_writes_in_place_while_copies_wait() -> None:
@@ -189,19 +137,6 @@ def test_the_last_holder_writes_in_place_while_copies_wait() -> None:
     assert num_copies(manager) == [1]
 
 
-def test_a_copy_of_a_copy_reads_the_first_source() -> None:
-    """No copy waits for another, whoever is forked between two copies of one step."""
-    manager = FULL.manager([20])
-    request = running(manager, 3)
-    (child,) = manager.fork(request, 1) or ()
-    decode(manager, [child])
-    (grandchild,) = manager.fork(child, 1) or ()
-    assert manager.allocate_slots(grandchild, 1) is not None
-    manager.check_invariants()
-    (copies,) = manager.take_page_copies()
-    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([2, 2], [3, 4])
-
-
 def test_a_copy_that_nobody_needs_any_more_is_not_made() -> None:
     manager = Setup((NaiveGroup(4),)).manager([5])
     request = running(manager, 2)
@@ -211,19 +146,6 @@ def test_a_copy_that_nobody_needs_any_more_is_not_made() -> None:
     decode(manager, [second])
     (copies,) = manager.take_page_copies()
     assert (copies.sources.tolist(), copies.destinations.tolist()) == ([1], [3])
-
-
-def test_a_destination_that_is_dealt_again_is_copied_to_once() -> None:
-    manager = FULL.manager([4], zero_new_pages=True)
-    request = running(manager, 3)
-    first, second = manager.fork(request, 2) or ()
-    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[1, 2]]
-    decode(manager, [first])
-    manager.free(first)
-    decode(manager, [second])
-    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[]]  # never a destination
-    (copies,) = manager.take_page_copies()
-    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([2], [3])
 
 
 def test_a_destination_that_is_dealt_as_a_new_block_is_zeroed_and_not_copied_to() -> None:
@@ -289,50 +211,6 @@ def test_children_have_their_parents_encoder_tokens() -> None:
     assert plan.groups[1].seq_lens.tolist() == [MAX_ENCODER]
 
 
-def test_a_state_left_in_the_running_column_is_copied_at_a_block_end_too() -> None:
-    """Drafts took the row to column 3, were rejected up to the end of column 2, which has no block of its own."""
-    manager = Setup((NaiveGroup(2, mamba="align", drafts=3),), caching=False).manager([30])
-    request = running(manager, 4)
-    request.append_output_token_ids(1)
-    assert manager.allocate_slots(request, 4) is not None
-    request.append_output_token_ids([2, 3])
-    request.num_computed_tokens = 6
-    (child,) = manager.fork(request, 1) or ()
-    (state,) = manager.get_block_ids(child.request_id)
-    assert state[2] == manager.get_block_ids("parent")[0][3] > 0
-    assert manager.allocate_slots(request, 1) is not None
-    (copies,) = manager.take_page_copies()
-    assert copies.sources.tolist() == [state[2]]
-
-
-def test_children_register_and_hit_like_any_request() -> None:
-    manager = FOUR.manager([100, 100])
-    request = running(manager, 6)
-    (child,) = manager.fork(request, 1) or ()
-    assert child.block_hashes == request.block_hashes
-    assert child.block_hashes is not request.block_hashes
-    for token in range(50, 53):
-        child.append_output_token_ids(token)
-        assert manager.allocate_slots(child, 1) is not None
-        child.num_computed_tokens += 1
-    other = Request("other", [*range(6), 50, 51, 52, 53], block_hasher=request.block_hasher)
-    hit, length = manager.get_computed_blocks(other)
-    assert length == 8
-    assert hit.get_block_ids()[0] == manager.get_block_ids(child.request_id)[0][:2]
-
-
-def test_a_fork_registers_full_blocks_that_wait_for_it() -> None:
-    """Else parent and children would register them each."""
-    manager = FULL.manager([20])
-    request = Request("parent", range(5), block_hasher=BlockHasher(2, seed="0"))
-    assert manager.allocate_slots(request, 5, delay_cache_blocks=True) is not None
-    request.num_computed_tokens = 5
-    children = manager.fork(request, 2)
-    assert children is not None
-    decode(manager, [request, *children])
-    assert manager.get_computed_blocks(Request("o", range(5), block_hasher=request.block_hasher))[1] == 4
-
-
 def test_children_of_a_request_that_registers_nothing_register_nothing() -> None:
     manager = FULL.manager([20])
     request = running(manager, 5, skip_writing_prefix_cache=True)
@@ -356,37 +234,6 @@ def test_reserve_counts_children_with_the_worst_case_of_their_parent() -> None:
     assert manager.fork(children[0], 1) is not None
 
 
-def test_reserve_counts_a_source_that_only_a_copy_holds() -> None:
-    manager = FULL.manager([7], reserve=True)
-    request = running(manager, 3, max_tokens=1)  # 2 blocks of 6
-    (child,) = manager.fork(request, 1) or ()
-    decode(manager, [child])
-    manager.free(request)  # block 2 is held for the copy
-    late = Request("late", range(7), max_tokens=1)  # 4 blocks
-    assert manager.allocate_slots(late, 1) is None
-    manager.take_page_copies()
-    assert manager.allocate_slots(late, 1) is not None
-
-
-def test_step_plans_take_the_copies_once_and_tell_of_replaced_blocks() -> None:
-    manager = FULL.manager([20], zero_new_pages=True)
-    request = running(manager, 3)
-    children = manager.fork(request, 2)
-    assert children is not None
-    for child in children:
-        child.append_output_token_ids(7)
-    rows = np.array([child.row for child in children])
-    result = manager.plan_step(rows, 1)
-    assert result.new_blocks[0].columns.tolist() == [1, 1]
-    assert result.new_blocks[0].block_ids.tolist() == [3, 4]
-    plan = build_step_plan(manager, rows, np.array([1, 1]), new_blocks=result.new_blocks)
-    assert plan.page_copies[0].destinations.tolist() == [3, 4]
-    assert plan.pages_to_zero[0].tolist() == [1, 2]
-    again = build_step_plan(manager, rows, np.array([1, 1]))
-    assert not again.page_copies[0].destinations.size
-    assert not again.pages_to_zero[0].size
-
-
 def test_a_refused_plan_keeps_the_copies() -> None:
     manager = FULL.manager([20])
     (child,) = manager.fork(running(manager, 3), 1) or ()
@@ -394,14 +241,6 @@ def test_a_refused_plan_keeps_the_copies() -> None:
     with pytest.raises(ValueError, match="distinct rows"):
         build_step_plan(manager, np.array([child.row, child.row]), np.array([1, 1]))
     assert num_copies(manager) == [1]
-
-
-def test_pages_of_new_blocks_are_zeroed_once() -> None:
-    manager = FOUR.manager([50, 50], zero_new_pages=True)
-    running(manager, 9)
-    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[1, 2, 3, 4, 5, 6], [1, 2]]
-    assert [ids.size for ids in manager.take_pages_to_zero()] == [0, 0]
-    assert [ids.size for ids in FOUR.manager([50, 50]).take_pages_to_zero()] == [0, 0]
 
 
 # -- names and bad input
@@ -447,15 +286,6 @@ def test_default_names_are_nobodys(seed: int) -> None:
             manager.free(request := active.pop(int(rng.integers(len(active)))))
             request.num_computed_tokens = 0
             preempted += [request] if action == 3 else []
-
-
-@pytest.mark.parametrize("digits", [1, 17, 18, 19, 5_000])
-def test_names_whose_numbers_are_huge_do_not_matter(digits: int) -> None:
-    manager = FULL.manager([40])
-    request = running(manager, 3, f"parent.{'9' * digits}")
-    names = [child.request_id for _ in range(3) for child in manager.fork(request, 2) or ()]
-    assert len(set(names)) == 6
-    assert request.request_id not in names
 
 
 def test_bad_input() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvjax.core import BlockHasher, BlockOrigin, BlockRemoved, KVCacheManager, LoRARequest, Request
-from kvjax.core.hashing.extra_keys import EXTRA_KEY_STYLES
+from kvjax.core import BlockHasher, BlockOrigin, KVCacheManager, LoRARequest, Request
 from tests.core.manager.manager_lockstep import FULL, SETUPS, Setup
 from tests.core.manager.random_lockstep import RandomLockstep
 
@@ -90,43 +89,6 @@ def test_agrees_with_the_naive_model(name: str) -> None:
             calls.check_origins()
 
 
-def test_blocks_in_use_stay_with_their_owner_and_are_never_hit_again() -> None:
-    manager = FULL.manager([30], track_origins=True, enable_kv_cache_events=True)
-    owner = request("owner", cache_salt="tenant")
-    compute(manager, owner)
-    held = manager.get_block_ids("owner")
-    assert hit(manager, cache_salt="tenant") == 8
-    manager.take_events()
-    assert manager.invalidate(cache_salt="tenant") == 4
-    assert [type(event) for event in manager.take_events()] == [BlockRemoved] * 4
-    assert manager.get_block_ids("owner") == held
-    assert hit(manager, cache_salt="tenant") == 0
-    owner.append_output_token_ids([1, 2, 3, 4])
-    assert manager.plan_step([owner.row], 4).num_planned == 1
-    assert manager.block_pool.num_hashed_blocks == 0
-    manager.cache_blocks(owner, 12)
-    assert manager.block_pool.num_hashed_blocks == 0
-    manager.free(owner)
-    assert compute(manager, request("next", cache_salt="tenant")) == 0
-    assert hit(manager, cache_salt="tenant") == 8
-
-
-def test_a_preempted_request_registers_again() -> None:
-    manager = FULL.manager([30])
-    running = request("running")
-    compute(manager, running)
-    assert manager.stop_registering(lambda origin: origin.cache_salt is not None) == 0
-    assert manager.stop_registering() == 1
-    assert manager.stop_registering() == 1
-    running.append_output_token_ids([1])
-    assert manager.allocate_slots(running, 1) is not None
-    assert manager.block_pool.num_hashed_blocks == 4
-    manager.free(running)
-    running.num_computed_tokens = 0
-    assert compute(manager, running) == 8
-    assert manager.block_pool.num_hashed_blocks == 5
-
-
 def test_weight_versions_share_nothing_and_a_waiting_request_changes_its_own() -> None:
     manager = FULL.manager([30])
     compute(manager, request("old", weight_version=1))
@@ -142,38 +104,6 @@ def test_weight_versions_share_nothing_and_a_waiting_request_changes_its_own() -
     plain.set_weight_version(None)
     assert plain.block_hashes == request("never had one").block_hashes
     assert not plain.has_extra_keys
-
-
-@pytest.mark.parametrize("style", EXTRA_KEY_STYLES)
-def test_a_weight_version_collides_with_no_salt_and_no_adapter(style: str) -> None:
-    hasher = BlockHasher(2, "xxhash_cbor", seed="0", extra_key_style=style)
-    options: list[dict[str, Any]] = [{"weight_version": "x"}, {"cache_salt": "x"}, {"lora": LoRARequest("x")}]
-    hashes = [Request("r", [1, 2, 3, 4], block_hasher=hasher, **option).block_hashes[1] for option in options]
-    assert hashes[0] not in hashes[1:]
-    keyed = Request("r", [1, 2, 3, 4], block_hasher=hasher, weight_version="x")
-    assert [keyed.extra_keys_of_block(0, 2), keyed.extra_keys_of_block(2, 4)] == [(("weight_version", "x"),), None]
-    assert keyed.event_extra_keys(0, 2, 2) == [("x",), None]
-
-
-def test_a_request_that_does_not_insert_hits_and_leaves_nothing() -> None:
-    manager = FULL.manager([30])
-    compute(manager, request("owner", 5))
-    assert compute(manager, request("reader", skip_writing_prefix_cache=True)) == 4
-    assert manager.block_pool.num_hashed_blocks == 2
-    assert hit(manager) == 4
-    manager.free(manager.request_table.requests[1])
-    assert compute(manager, request("writer")) == 4
-    assert hit(manager) == 8
-
-
-def test_neither_adapter_nor_weight_version_names_an_encoder_input() -> None:
-    manager = SETUPS["full_cross"].manager([30])
-    for options in ({"lora": LORA}, {"weight_version": 1}):
-        compute(manager, request("owner", **options))
-        assert hit(manager, **options) == 0
-        manager.free(manager.request_table.requests[0])
-    compute(manager, request("owner", cache_salt="audio"))
-    assert hit(manager, cache_salt="audio") == 8
 
 
 def test_origins_are_forgotten_with_their_blocks() -> None:

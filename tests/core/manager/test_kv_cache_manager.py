@@ -6,17 +6,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvjax.core import (
-    AllBlocksCleared,
     BlockHasher,
     BlockRemoved,
     BlockStored,
     KVCacheBlocks,
     KVCacheManager,
-    LoRARequest,
     PrefixCacheStats,
     ReleaseRules,
     Request,
@@ -59,21 +56,6 @@ def unchanged(manager: KVCacheManager, call: Callable[[], object], error: type[E
 # -- hits
 
 
-def test_a_second_request_shares_the_full_blocks_but_the_last_token() -> None:
-    manager = make_manager()
-    run_prompt(manager, "a", 12)
-    hit, length = manager.get_computed_blocks(make_request("b", 12))
-    assert (hit.get_block_ids(), length) == (([1, 2],), 8)  # the third block holds the token to compute
-    assert manager.get_computed_blocks(make_request("c", 13))[1] == 12
-
-
-def test_a_window_hits_with_nulls_before_what_it_sees() -> None:
-    manager = make_manager(20, FULL, WINDOW)
-    run_prompt(manager, "a", 17)
-    hit, length = manager.get_computed_blocks(make_request("b", 17))
-    assert (hit.get_block_ids(), length) == (([1, 2, 3, 4], [0, 0, 8, 9]), 16)
-
-
 @pytest.mark.parametrize(
     "options", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 1}, {"block_hasher": None}]
 )
@@ -83,49 +65,6 @@ def test_requests_that_may_not_or_can_not_look_up(options: dict[str, Any]) -> No
     blocks, length = manager.get_computed_blocks(make_request("b", **options))
     assert blocks is manager.empty_kv_cache_blocks
     assert length == 0
-
-
-def test_salt_and_adapter_keep_requests_apart() -> None:
-    manager = make_manager()
-    run_prompt(manager, "a", cache_salt="x")
-    run_prompt(manager, "b", lora=LoRARequest("x", "path"))
-    assert manager.get_computed_blocks(make_request("c"))[1] == 0
-    assert manager.get_computed_blocks(make_request("c", cache_salt="y"))[1] == 0
-    assert manager.get_computed_blocks(make_request("c", cache_salt="x"))[1] == 8
-    assert manager.get_computed_blocks(make_request("c", lora=LoRARequest("x", "path")))[1] == 8
-
-
-def test_eagle_drops_the_last_block() -> None:
-    manager = make_manager(use_eagle=True)
-    run_prompt(manager, "a", 17)
-    assert manager.get_computed_blocks(make_request("b", 17))[1] == 12
-    assert manager.get_computed_blocks(make_request("b", 5))[1] == 0
-
-
-def test_without_same_step_hits_a_block_waits_for_the_next_step() -> None:
-    manager = make_manager(same_step_hits=False)
-    run_prompt(manager, "a")
-    assert manager.get_computed_blocks(make_request("b"))[1] == 0
-    manager.new_step_starts()
-    assert manager.get_computed_blocks(make_request("b"))[1] == 8
-
-
-def test_a_preempted_request_finds_prompt_and_output_again() -> None:
-    manager = make_manager()
-    request = run_prompt(manager, "a", 7)
-    request.append_output_token_ids([7, 8])
-    assert manager.allocate_slots(request, 2) is not None
-    manager.free(request)
-    request.num_computed_tokens, request.num_preemptions = 0, 1
-    assert manager.get_computed_blocks(request)[1] == 8
-
-
-def test_context_parallelism_widens_the_blocks_of_full_attention() -> None:
-    manager = make_manager(dcp_world_size=2, pcp_world_size=2, max_model_len=64)
-    request = run_prompt(manager, "a", 33)
-    assert manager.get_block_ids("a") == ([1, 2, 3],)
-    assert manager.get_computed_blocks(make_request("b", 33))[1] == 32
-    manager.free(request)
 
 
 def test_a_coarse_block_is_found_by_all_its_hashes_or_by_the_last() -> None:
@@ -138,169 +77,6 @@ def test_a_coarse_block_is_found_by_all_its_hashes_or_by_the_last() -> None:
 
 
 # -- slots
-
-
-def test_a_running_request_gets_a_block_when_it_needs_one() -> None:
-    manager = make_manager()
-    request = run_prompt(manager, "a", 7)
-    assert manager.allocate_slots(request, 1) is manager.empty_kv_cache_blocks
-    request.num_computed_tokens = 8
-    blocks = manager.allocate_slots(request, 1)
-    assert blocks is not None
-    assert blocks.get_block_ids() == ([3],)
-
-
-def test_lookahead_slots_stop_at_the_longest_request() -> None:
-    manager = make_manager(max_model_len=12)
-    request = make_request("a", 11)
-    blocks = manager.allocate_slots(request, 11, num_lookahead_tokens=9)
-    assert blocks is not None
-    assert blocks.get_block_ids() == ([1, 2, 3],)
-
-
-def test_tokens_that_the_request_does_not_have_are_not_registered() -> None:
-    manager = make_manager()
-    request = run_prompt(manager, "a", 7)
-    manager.allocate_slots(request, 4)  # one known token would fill block 2, three are drafts
-    assert manager.get_computed_blocks(make_request("b", 12))[1] == 4
-
-
-def test_delayed_blocks_are_registered_by_hand() -> None:
-    manager = make_manager()
-    request = make_request("a", 12)
-    manager.allocate_slots(request, 12, delay_cache_blocks=True)
-    request.num_computed_tokens = 12
-    assert manager.get_computed_blocks(make_request("b", 13))[1] == 0
-    manager.cache_blocks(request, 8)
-    assert manager.get_computed_blocks(make_request("b", 13))[1] == 8
-    manager.cache_blocks(request, 12)
-    assert manager.get_computed_blocks(make_request("b", 13))[1] == 12
-
-
-def test_without_caching_nothing_is_registered() -> None:
-    manager = make_manager(enable_caching=False)
-    request = run_prompt(manager, "a", 12)
-    manager.cache_blocks(request, 12)
-    assert manager.get_computed_blocks(make_request("b", 12)) == (manager.empty_kv_cache_blocks, 0)
-    assert manager.block_pool.num_hashed_blocks == 0
-
-
-def test_hits_in_the_free_queue_count_as_needed() -> None:
-    """Four free blocks, two of them the hit: touching them leaves two for the three that are missing."""
-    manager = make_manager(5)
-    manager.free(run_prompt(manager, "a", 9))
-    hit, length = manager.get_computed_blocks(make_request("b", 20))
-    assert (hit.get_block_ids(), length) == (([1, 2],), 8)
-    before = manager.snapshot()
-    assert manager.allocate_slots(make_request("b", 20), 12, length, hit) is None
-    assert manager.snapshot() == before
-    assert manager.allocate_slots(make_request("c", 16), 8, length, hit) is not None
-
-
-def test_external_tokens_evict_no_hit_of_another_group() -> None:
-    """All groups' hits are held before any group takes blocks for tokens from outside."""
-    manager = make_manager(11, FULL, NaiveGroup(BLOCK_SIZE, window=20))
-    first, second = run_prompt(manager, "a", 9), run_prompt(manager, "c", 8, cache_salt="other")
-    manager.free(first)  # the hits 2, 1 and 5, 4 stand at the head of the queue, behind 3 and 6
-    manager.free(second)
-    request = make_request("b", 21)
-    hit, length = manager.get_computed_blocks(request)
-    assert (hit.get_block_ids(), length) == (([1, 2], [4, 5]), 8)
-    blocks = manager.allocate_slots(request, 0, length, hit, num_external_computed_tokens=12, delay_cache_blocks=True)
-    assert blocks is manager.empty_kv_cache_blocks  # blocks of external tokens are not among the new ones
-    assert manager.get_block_ids("b") == ([1, 2, 3, 6, 8], [4, 5, 7, 10, 9])
-
-
-def test_blocks_outside_the_window_go_back_even_if_the_call_is_refused() -> None:
-    manager = make_manager(5, WINDOW)
-    request = run_prompt(manager, "a", 16)
-    request.append_output_token_ids(range(16, 40))
-    assert manager.allocate_slots(request, 24) is None
-    refused = manager.snapshot()
-    assert refused.block_ids["a"] == ((0, 0, 3, 4),)
-    assert manager.allocate_slots(request, 24) is None
-    assert manager.snapshot() == refused
-
-
-def test_a_window_that_has_left_all_blocks_behind() -> None:
-    """As when more tokens are computed elsewhere than the request has blocks for."""
-    manager = make_manager(20, WINDOW)
-    request = run_prompt(manager, "a", 16)
-    manager.remove_skipped_blocks("a", 39)
-    assert manager.get_block_ids("a") == ([0, 0, 0, 0],)
-    request.num_computed_tokens = 39
-    assert manager.allocate_slots(request, 1) is not None
-    assert manager.get_block_ids("a") == ([0, 0, 0, 0, 5, 6, 7, 8, 9, 10],)
-
-
-def test_windows_keep_what_tokens_in_flight_may_give_back() -> None:
-    manager = make_manager(20, WINDOW)
-    request = run_prompt(manager, "a", 16)
-    manager.allocate_slots(request, 1, num_in_flight_tokens=8)
-    assert manager.get_block_ids("a") == ([1, 2, 3, 4, 5],)
-    manager.allocate_slots(request, 1, num_in_flight_tokens=4)
-    assert manager.get_block_ids("a") == ([0, 2, 3, 4, 5],)
-
-
-def test_a_whole_sequence_must_fit_on_demand() -> None:
-    manager = make_manager(5)
-    assert manager.allocate_slots(make_request("a", 17), 4, full_sequence_must_fit=True) is None
-    request = make_request("a", 16)
-    assert manager.allocate_slots(request, 4, full_sequence_must_fit=True) is not None
-    request.num_computed_tokens = 4
-    assert manager.allocate_slots(make_request("b", 4), 4) is not None
-    assert manager.allocate_slots(request, 4, full_sequence_must_fit=True) is None
-    assert manager.allocate_slots(request, 4) is not None
-
-
-def test_what_left_the_windows_makes_room_for_a_whole_sequence() -> None:
-    """16 tokens hold 4 blocks of each group; the window gives back 2, and the last token needs one of each."""
-    manager = make_manager(9, FULL, WINDOW)
-    request = make_request("a", 17)
-    assert manager.allocate_slots(request, 16) is not None
-    request.num_computed_tokens = 16
-    assert manager.block_pool.num_free_blocks == 0
-    assert manager.allocate_slots(request, 1, full_sequence_must_fit=True) is not None
-    request.num_computed_tokens = 17
-    request.append_output_token_ids(range(20))
-    assert manager.allocate_slots(request, 4, full_sequence_must_fit=True) is None
-    assert manager.get_block_ids("a")[1][:3] == [0, 0, 0]  # the refused call gave back what left the window since
-
-
-def test_a_window_is_admitted_by_what_it_holds_at_once() -> None:
-    """Window 6 and 4 tokens in flight: at most cdiv(5 + 4, 4) + 1 = 4 blocks, however long the prompt."""
-    for in_flight, admitted in ((4, True), (8, False)):
-        manager = make_manager(5, WINDOW, max_in_flight_tokens=in_flight)
-        blocks = manager.allocate_slots(make_request("a", 40), 4, full_sequence_must_fit=True)
-        assert (blocks is not None) == admitted
-
-
-def test_a_table_grows_with_requests_and_tokens() -> None:
-    manager = make_manager(400, max_model_len=300, max_num_reqs=1)
-    for i in range(5):
-        run_prompt(manager, f"r{i}", 20 + i, cache_salt=str(i))
-    request = run_prompt(manager, "long", 290, cache_salt="long")
-    assert manager.block_tables(0).shape[1] >= 73
-    assert manager.num_blocks(0)[request.row] == 73
-    assert manager.block_tables(0)[request.row, :73].tolist() == manager.get_block_ids("long")[0]
-
-
-def test_freed_blocks_are_evicted_from_the_end_of_the_prompt() -> None:
-    manager = make_manager(4)
-    manager.free(run_prompt(manager, "a", 12))
-    run_prompt(manager, "b", 3, cache_salt="other")
-    assert manager.get_block_ids("b") == ([3],)
-    assert manager.get_computed_blocks(make_request("c", 12))[1] == 8
-
-
-def test_the_common_prefix_is_what_all_running_requests_hold() -> None:
-    manager = make_manager(30, FULL, WINDOW)
-    run_prompt(manager, "a", 12)
-    assert manager.get_num_common_prefix_blocks("a") == [3, 0]
-    run_prompt(manager, "b", 11)
-    assert manager.get_num_common_prefix_blocks("a") == [2, 0]
-    run_prompt(manager, "c", 5, cache_salt="other")
-    assert manager.get_num_common_prefix_blocks("b") == [0, 0]
 
 
 def test_references_outside_tables_make_no_common_prefix() -> None:
@@ -317,29 +93,6 @@ def test_references_outside_tables_make_no_common_prefix() -> None:
 
 
 # -- the cache as a whole
-
-
-def test_eviction_by_id_forgets_hashes_only() -> None:
-    manager = make_manager()
-    run_prompt(manager, "a", 12)
-    manager.evict_blocks({2})
-    assert manager.get_computed_blocks(make_request("b", 13))[1] == 4
-    assert manager.get_block_ids("a") == ([1, 2, 3],)
-
-
-def test_a_reset_waits_until_every_block_is_free() -> None:
-    manager = make_manager(log_stats=True, enable_kv_cache_events=True)
-    request = run_prompt(manager)
-    before = manager.snapshot()
-    assert not manager.reset_prefix_cache()
-    assert manager.snapshot() == before
-    manager.free(request)
-    manager.take_events()
-    manager.make_prefix_cache_stats()
-    assert manager.reset_prefix_cache()
-    assert manager.take_events() == [AllBlocksCleared()]
-    assert manager.make_prefix_cache_stats() == PrefixCacheStats(reset=True)
-    assert manager.get_computed_blocks(make_request())[1] == 0
 
 
 def test_events_tell_of_every_group() -> None:
@@ -675,14 +428,3 @@ def test_running_out_changes_nothing_at_any_pool_size(groups: tuple[NaiveGroup, 
         manager.check_invariants()
         num_blocks += 1
     assert num_blocks > 8
-
-
-def test_rows_are_shared_by_no_two_requests() -> None:
-    manager = make_manager()
-    first, second = run_prompt(manager, "a", 4), run_prompt(manager, "b", 4)
-    step = manager.request_table.open_step(np.array([first.row]))
-    row = first.row
-    manager.free(first)
-    third = run_prompt(manager, "c", 4)
-    assert len({row, second.row, third.row}) == 3
-    manager.request_table.close_step(step)

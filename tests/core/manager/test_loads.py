@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvjax.core import BlockHasher, Request, build_step_plan
+from kvjax.core import Request, build_step_plan
 from kvjax.errors import UnknownRequestError
 from tests.core.manager.manager_lockstep import SETUPS, Setup
 from tests.core.manager.naive_manager import NaiveGroup
@@ -38,15 +38,6 @@ def test_pages_are_copied_and_loaded(name: str, seed: int) -> None:
     assert world.device.num_copies
 
 
-def test_a_block_whose_loaded_tokens_none_of_the_request_sees_is_not_zeroed() -> None:
-    """Where the load ends with a chunk, inside a block: another request may go on from there."""
-    manager = Setup((NaiveGroup(4, chunk=6),), hash_block_size=4).manager([20], zero_new_pages=True)
-    request = Request("r", range(10))
-    assert manager.allocate_slots(request, 4, num_external_computed_tokens=6) is not None
-    assert manager.get_block_ids("r") == ([0, 1, 2],)
-    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[2]]
-
-
 def test_a_connector_may_write_before_the_step_is_planned() -> None:
     manager = Setup((NaiveGroup(4),), hash_block_size=4).manager([20], zero_new_pages=True)
     request = Request("r", range(10))
@@ -70,37 +61,6 @@ def test_pages_of_new_tokens_and_of_states_of_drafts_are_zeroed() -> None:
     assert [bool(block_id) for block_id in states] == [False, False, True, True, True]
     expected = [full[3], window[3], *states[3:]]
     assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [sorted(expected)]
-
-
-def test_a_load_that_fails_leaves_pages_to_be_zeroed() -> None:
-    """Whoever has the blocks next, the same request among them, finds zeros."""
-    manager = Setup((NaiveGroup(4),), hash_block_size=4).manager([4], zero_new_pages=True)
-    request = Request("r", range(10))
-    assert manager.allocate_slots(request, 2, num_external_computed_tokens=8, delay_cache_blocks=True) is not None
-    manager.free(request)
-    assert manager.allocate_slots(request, 10) is not None
-    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[1, 2, 3]]
-
-
-@pytest.mark.parametrize("is_dropped", [False, True])
-def test_blocks_that_lack_tokens_are_never_registered(is_dropped: bool) -> None:
-    """Not when they fill, by a child that shares them, nor by a step that is taken back; other groups' are."""
-    manager = Setup((NaiveGroup(8), NaiveGroup(8, window=3)), hash_block_size=8).manager([40])
-    request = Request("r", range(20), block_hasher=BlockHasher(8, seed="0"))
-    assert manager.allocate_slots(request, 0, num_external_computed_tokens=12, delay_cache_blocks=True) is not None
-    request.num_computed_tokens = 12
-    manager.leave_unregistered(request, 1, 10)
-    manager.cache_blocks(request, 12)
-    (child,) = manager.fork(request, 1) or ()
-    for one in (request, child):
-        assert manager.plan_step([one.row], 8).num_planned == 1
-        if is_dropped:
-            assert manager.take_back_step([one.row]) == ()
-            assert manager.plan_step([one.row], 8).num_planned == 1
-        one.num_computed_tokens = 20
-    full, window = manager.get_block_ids("r")
-    assert manager.block_pool.is_hashed[[full[0], window[1]]].tolist() == [True, False]
-    assert not manager.block_pool.is_hashed[manager.get_block_ids(child.request_id)[1][1]]
 
 
 def test_what_can_not_be_left_unregistered_is_refused() -> None:

@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.configs import load_model_config
-from kvjax.core import BlockHasher, KVCacheManager, LoRARequest, MLAAttentionSpec, MultiModalFeature, Request
+from kvjax.core import BlockHasher, KVCacheManager, MLAAttentionSpec, Request
 from kvjax.core.kinds import sub_block_index
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
-from kvjax.core.misses.lookup_report import MissReason
-from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.errors import InvariantError
 from kvjax.planning import plan_kv_cache
@@ -193,22 +191,6 @@ def test_no_column_beyond_the_limit_is_looked_up(monkeypatch: pytest.MonkeyPatch
     assert min(asked) >= 1
 
 
-def test_the_copy_is_the_requests_own_and_the_source_stays_a_hit() -> None:
-    manager = FOUR.manager([20], sub_block_hits=True)
-    computed(manager, "a", list(range(8)))
-    tokens = [0, 1, 2, 3, 4, 5, 66, 67, 68]
-    assert hit_of(manager, tokens) == (([1, 2],), 6)
-    request = Request("b", tokens, block_hasher=HASHER)
-    hit, num_tokens = manager.get_computed_blocks(request)
-    assert manager.allocate_slots(request, 3, num_tokens, hit) is not None
-    assert manager.get_block_ids("b") == ([1, 3, 4],)
-    (copies,) = manager.take_page_copies()
-    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([2], [3])
-    manager.new_step_starts()
-    assert hit_of(manager, [*range(8), 9]) == (([1, 2],), 8)
-    assert hit_of(manager, tokens) == (([1, 3],), 8)
-
-
 @pytest.mark.parametrize("num_blocks", range(2, 12))
 @pytest.mark.parametrize("reserve", [False, True])
 @pytest.mark.parametrize("must_fit", [False, True])
@@ -252,59 +234,6 @@ def test_a_source_that_nobody_holds_is_taken_over_where_no_block_is_free_for_a_c
     assert manager.get_block_ids("b") == ([1],)
     assert [copies.sources.size for copies in manager.take_page_copies()] == [0]
     assert manager.block_pool.num_hashed_blocks == 0
-
-
-def test_what_this_step_computes_is_not_copied() -> None:
-    manager = FOUR.manager([20], sub_block_hits=True)
-    request = Request("a", range(8), block_hasher=HASHER)
-    assert manager.allocate_slots(request, 8) is not None
-    assert hit_of(manager, [0, 1, 66])[1] == 0
-    manager.new_step_starts()
-    assert hit_of(manager, [0, 1, 66])[1] == 2
-
-
-@pytest.mark.filterwarnings("ignore:.*the two share no blocks:UserWarning")
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ({"cache_salt": "a"}, {}),
-        ({"cache_salt": "a"}, {"cache_salt": "b"}),
-        ({"lora": LoRARequest("x", 1)}, {}),
-        ({"mm_features": [MultiModalFeature("cat", 1, 2)]}, {"mm_features": [MultiModalFeature("dog", 1, 2)]}),
-        ({"prompt_embeds": np.ones((4, 2))}, {"prompt_embeds": np.zeros((4, 2))}),
-        ({"weight_version": 1}, {"weight_version": 2}),
-        ({}, {"block_hasher": BlockHasher(4, "xxhash_cbor", seed="1")}),
-        ({}, {"block_hasher": BlockHasher(4, "sha256", seed="0")}),
-        ({}, {"block_hasher": None}),
-    ],
-    ids=[
-        "salt",
-        "other salt",
-        "adapter",
-        "image",
-        "embeddings",
-        "weights",
-        "other seed",
-        "other hash",
-        "no hashes",
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*the two share no blocks")
-def test_no_hit_where_the_hash_covers_something_else(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    manager = FOUR.manager([20], sub_block_hits=True)
-    computed(manager, "a", [0, 1, 2, 3], **theirs)
-    assert hit_of(manager, [0, 1, 2, 3], **ours)[1] == 0
-    assert hit_of(manager, [0, 1, 2, 3], **theirs)[1] == 3
-
-
-def test_a_compressed_cache_is_cut_between_its_states() -> None:
-    spec = MLAAttentionSpec(block_size=8, head_size=8, dtype="float32", tokens_per_state=4)
-    options: dict[str, Any] = {"same_step_hits": False, "sub_block_hits": True}
-    manager = KVCacheManager(KVCacheConfig.single_pool(20, spec), 40, 4, **options)
-    assert manager.smallest_reusable_prefix == 4
-    computed(manager, "a", list(range(8)))
-    assert hit_of(manager, [0, 1, 2, 3, 4, 5, 6, 99])[1] == 4
-    assert hit_of(manager, [0, 1, 2, 99])[1] == 0
 
 
 def test_layers_of_several_ratios_are_cut_where_all_can() -> None:
@@ -453,25 +382,6 @@ def test_a_cached_block_that_the_index_lacks_breaks_its_law() -> None:
         manager.check_invariants()
     manager.evict_blocks([block_id])
     manager.block_pool.free_block(block_id)
-
-
-def test_reasons_begin_behind_the_part_of_a_block() -> None:
-    reasons = MissReasons()
-    manager = FOUR.manager([20], sub_block_hits=True, miss_reasons=reasons)
-    computed(manager, "a", list(range(8)))
-    assert hit_of(manager, [0, 1, 2, 3, 4, 5, 66, 67, 68, 69])[1] == 6
-    assert reasons.last is not None
-    assert reasons.last.num_hit_tokens == 6
-    assert reasons.last.num_missed_tokens == {MissReason.NEVER_SEEN: 2, MissReason.BELOW_GRANULARITY: 2}
-
-
-def test_a_restored_manager_finds_the_same() -> None:
-    manager = BIG.manager([30], sub_block_hits=True)
-    computed(manager, "a", list(range(24)))
-    tokens = [*range(19), 77, 78]
-    restored = KVCacheManager.restore(manager.save_state())
-    assert hit_of(restored, tokens) == hit_of(manager, tokens)
-    assert hit_of(manager, tokens)[1] == 19
 
 
 def test_bad_input() -> None:

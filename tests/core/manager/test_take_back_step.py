@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvjax.core import BlockHasher, KVCacheManager, PageCopies, Request, build_step_plan
+from kvjax.core import BlockHasher, KVCacheManager, Request, build_step_plan
 from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES
 from kvjax.errors import BlockStateError
 from tests.core.manager.manager_lockstep import FULL, SETUPS, Setup
@@ -52,46 +52,6 @@ def test_pages_that_a_dropped_step_was_to_copy_are_copied_by_the_next(name: str,
     world = RandomLoads(setup, seed, sub_block_hits=True, forks=True, drops=True)
     world.run()
     assert world.num_dropped
-
-
-def test_a_request_that_only_the_dropped_step_admitted_is_as_before() -> None:
-    manager = FULL.manager([20])
-    request = request_of("r")
-    assert manager.allocate_slots(request, 8) is not None
-    assert num_hit(manager) == 8
-    assert manager.take_back_step([request.row]) == (request,)
-    assert num_hit(manager) == 0
-    assert (request.row, request.num_computed_tokens) == (-1, 0)
-    assert len(manager.request_table) == 0
-    assert manager.usage == 0
-    assert manager.allocate_slots(request, 8) is not None
-
-
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_one_that_runs_keeps_what_it_has_computed(goes_on: bool) -> None:
-    """It is preempted in the round that planned it, or planned again."""
-    manager = FULL.manager([20])
-    request = running(manager, "r")
-    assert num_hit(manager) == 8
-    assert manager.take_back_step([request.row]) == ()
-    assert num_hit(manager) == 2
-    if goes_on:
-        assert manager.plan_step([request.row], 3).num_planned == 1
-        assert num_hit(manager) == 6
-    else:
-        manager.free(request)
-        assert num_hit(manager) == 2
-
-
-def test_hits_of_a_dropped_request_stay_hits() -> None:
-    """They are others' blocks, also while the request counts nothing as computed yet."""
-    manager = FULL.manager([20])
-    running(manager, "first", num_computed=8, num_tokens=9)
-    second = request_of("second", 14)
-    blocks, length = manager.get_computed_blocks(second)
-    assert manager.allocate_slots(second, 14 - length, length, blocks) is not None
-    manager.take_back_step([second.row])
-    assert num_hit(manager) == 8
 
 
 def test_who_hit_what_was_dropped_is_dropped_too() -> None:
@@ -169,13 +129,3 @@ def test_bad_input() -> None:
     assert manager.snapshot() == before
     assert manager.take_back_step([]) == ()
     assert manager.snapshot() == before
-
-
-def test_nothing_is_planned_twice() -> None:
-    """Copies of no pages put nothing back."""
-    manager = FULL.manager([20], zero_new_pages=True)
-    request = running(manager, "r")
-    manager.take_pages_to_zero()
-    nothing = PageCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
-    manager.take_back_step([request.row], (nothing,), (np.zeros(0, np.int32),))
-    assert manager.take_page_copies()[0].sources.size == manager.take_pages_to_zero()[0].size == 0

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvjax.core import EvictedBlock, KVCacheBlocks, KVCacheManager, LookupReport, MissReason, MissReasons, Request
-from kvjax.core import MultiModalFeature as Item
 from kvjax.core.misses.lookup_states import (
     CACHED,
     CHECKPOINT_EVICTED,
@@ -21,8 +20,6 @@ from kvjax.core.misses.lookup_states import (
     UNKNOWN,
 )
 from kvjax.core.misses.seen_origins import MAX_ORIGINS
-from kvjax.core.record.call_recorder import CallRecorder
-from kvjax.core.record.call_replay import replay_calls
 from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, WINDOW, Pair, Setup
 from tests.core.manager.naive_manager import NaiveRequest
 from tests.core.manager.test_invalidation import HASHER, RandomInvalidation, compute, request
@@ -294,24 +291,6 @@ def test_every_reason_has_a_remedy() -> None:
     assert all(reason.remedy for reason in R)
 
 
-def test_a_hit_that_needs_blocks_gone_for_several_reasons_counts_for_the_last_of_them() -> None:
-    manager, _ = manager_of(FULL, 10)
-    first = request("first")
-    compute(manager, first)
-    blocks = manager.get_block_ids("first")[0]
-    manager.evict_blocks(blocks[1:2])
-    manager.free(first)
-    compute(manager, request("other", num_tokens=12, cache_salt="c"))
-    assert missed(manager) == {R.INVALIDATED: 6, R.BELOW_GRANULARITY: 1}
-
-
-def test_the_dropped_block_of_eagle() -> None:
-    manager, _ = manager_of(SETUPS["full_eagle"], 40)
-    compute(manager, request("owner"))
-    assert missed(manager) == {R.DROPPED_BLOCK: 2, R.BELOW_GRANULARITY: 1}
-    assert missed(manager, num_tokens=8) == {R.DROPPED_BLOCK: 2, R.LAST_TOKEN: 2}
-
-
 def test_the_groups_that_limit_are_named() -> None:
     manager, reasons = manager_of(HYBRID, 40)
     compute(manager, request("owner"))
@@ -337,33 +316,6 @@ def test_a_block_that_its_last_holder_writes_to_is_evicted() -> None:
     assert missed(manager) == {R.EVICTED: 2, R.BELOW_GRANULARITY: 1}
 
 
-def test_a_block_that_a_sub_block_hit_takes_over_is_evicted() -> None:
-    manager, _ = manager_of(replace(FULL, same_step_hits=False), 2, sub_block_hits=True)
-    first = request("first", num_tokens=2)
-    compute(manager, first)
-    manager.new_step_starts()
-    manager.free(first)
-    second = Request("second", [0, 7], block_hasher=HASHER)
-    assert compute(manager, second) == 1
-    assert missed(manager, num_tokens=3) == {R.EVICTED: 2, R.BELOW_GRANULARITY: 1}
-
-
-def test_other_input_is_no_other_salt() -> None:
-    manager, _ = manager_of(FULL, 40)
-    image, other_image = Item("image", 0, 2), Item("other", 0, 2)
-    compute(manager, request("owner", mm_features=[image], cache_salt="a"))
-    assert R.OTHER_SALT not in missed(manager, mm_features=[other_image], cache_salt="b")
-    for options in ({"cache_salt": "b"}, {"cache_salt": "a", "weight_version": 2}, {}):
-        assert missed(manager, mm_features=[image], **options)[R.OTHER_SALT] == 8
-
-
-def test_a_salt_that_names_the_encoder_input_is_other_input() -> None:
-    manager, _ = manager_of(SETUPS["full_cross"], 40)
-    compute(manager, request("owner", cache_salt="a"))
-    assert missed(manager, cache_salt="b") == {R.NEVER_SEEN: 8, R.BELOW_GRANULARITY: 1}
-    assert missed(manager) == {R.LOOKUP_OFF: 9}
-
-
 def test_a_request_without_hashes_was_never_seen() -> None:
     manager, _ = manager_of(FULL, 40)
     unhashed = request("unhashed")
@@ -373,28 +325,6 @@ def test_a_request_without_hashes_was_never_seen() -> None:
     assert manager.miss_reasons is not None
     assert manager.miss_reasons.last is not None
     assert manager.miss_reasons.last.num_missed_tokens == {R.NEVER_SEEN: 8, R.BELOW_GRANULARITY: 1}
-
-
-def test_a_restored_manager_is_explained_anew() -> None:
-    manager, reasons = manager_of(FULL, 40)
-    compute(manager, request("owner"))
-    again = MissReasons()
-    restored = KVCacheManager.restore(manager.save_state(), miss_reasons=again)
-    assert missed(restored) == {R.BELOW_GRANULARITY: 1}
-    assert reasons.num_lookups == again.num_lookups == 1
-    unexplained = KVCacheManager.restore(restored.save_state())
-    assert unexplained.miss_reasons is None
-    assert unexplained.block_pool.prefix_index.evicted is None
-
-
-def test_recorded_calls_replay_with_and_without(tmp_path: Any) -> None:
-    path = tmp_path / "calls"
-    manager, reasons = manager_of(FULL, 6)
-    with CallRecorder(manager, path) as recorder:
-        compute(recorder.manager, request("owner"))
-        missed(recorder.manager, cache_salt="b")
-    assert replay_calls(path).manager.miss_reasons is None
-    assert reasons.num_lookups == 2
 
 
 def test_a_request_that_waits_is_counted_when_it_is_admitted() -> None:

@@ -30,12 +30,6 @@ def free_order(pool: BlockPool) -> list[int]:
     return pool.eviction_policy.order().tolist()
 
 
-def test_blocks_are_handed_out_in_id_order_at_first() -> None:
-    ids = BlockPool(6).get_new_blocks(5)
-    assert ids.dtype == np.int32
-    assert ids.tolist() == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("num_blocks", range(2, 8))
 def test_running_out_changes_nothing(num_blocks: int) -> None:
     pool = BlockPool(num_blocks)
@@ -46,80 +40,6 @@ def test_running_out_changes_nothing(num_blocks: int) -> None:
     assert pool.get_new_blocks(num_blocks - 1).tolist() == list(range(1, num_blocks))
     with pytest.raises(OutOfBlocksError, match="needs 1 blocks, 0 free"):
         pool.get_new_block()
-
-
-def test_the_least_recently_freed_block_is_reused_first() -> None:
-    pool = BlockPool(5)
-    ids = pool.get_new_blocks(4)
-    pool.free_blocks(ids[::-1])
-    assert pool.get_new_blocks(2).tolist() == [4, 3]
-
-
-def test_uncached_first_reuses_unhashed_blocks_before_all_others() -> None:
-    pool = BlockPool(8, free_order="uncached_first")
-    ids = pool.get_new_blocks(6)
-    pool.register_many(ids[:3], hashes(3), 0)
-    pool.free_blocks(ids[::-1])
-    assert free_order(pool) == [6, 5, 4, 7, 3, 2, 1]
-    pool.free_block(pool.get_new_block())
-    assert free_order(pool) == [6, 5, 4, 7, 3, 2, 1]
-
-
-def test_uncached_first_keeps_the_order_of_both_kinds() -> None:
-    pool = BlockPool(9, free_order="uncached_first")
-    ids = pool.get_new_blocks(6)
-    pool.register_many(ids[::2], hashes(3), 0)
-    pool.free_blocks(ids)
-    assert free_order(pool) == [2, 4, 6, 7, 8, 1, 3, 5]
-
-
-@pytest.mark.parametrize("order", ["append", "uncached_first"])
-def test_a_block_of_several_rows_is_freed_at_its_last_occurrence(order: str) -> None:
-    pool = BlockPool(6, free_order=order)
-    ids = pool.get_new_blocks(5)
-    pool.touch([2, 2, 3])
-    pool.free_blocks([2, 1, 2, 3, 4, 2])
-    assert pool.ref_count.tolist() == [0, 0, 0, 1, 0, 1]
-    assert free_order(pool) == [1, 4, 2]
-    assert len(ids) == 5
-
-
-def test_a_touched_block_leaves_the_queue_and_keeps_its_hash() -> None:
-    pool = filled_pool()
-    pool.touch(np.array([2, 3], np.int32))
-    assert pool.ref_count[[2, 3]].tolist() == [1, 1]
-    assert free_order(pool) == [1, 4, 5, 6]
-    assert pool.find_run(hashes(5), 0).tolist() == [1, 2, 3, 4, 7]
-
-
-def test_reuse_forgets_the_hash_and_a_run_ends_there() -> None:
-    pool = filled_pool()
-    assert pool.get_new_blocks(1).tolist() == [1]
-    assert pool.find_run(hashes(5), 0).tolist() == []
-    assert pool.find_each(hashes(5), 0).tolist() == [-1, 2, 3, 4, 7]
-    assert pool.get_new_block() == 2
-    assert pool.find_each(hashes(5), 0).tolist() == [-1, -1, 3, 4, 7]
-
-
-def test_equal_hashes_keep_their_blocks() -> None:
-    pool = BlockPool(6)
-    ids = pool.get_new_blocks(3)
-    pool.register_many(ids, [b"same"] * 3, 0)
-    assert pool.get_cached_block(b"same", [0]) == [1]
-    pool.evict_blocks([1])
-    assert pool.get_cached_block(b"same", [0]) == [2]
-    assert pool.snapshot().blocks_by_hash == {0: {b"same": (2, 3)}}
-
-
-def test_groups_share_ids_but_no_hits() -> None:
-    pool = BlockPool(6, group_ids=(3, 7))
-    pool.register_many(pool.get_new_blocks(2), [b"a", b"b"], 3)
-    pool.register_many(pool.get_new_blocks(1), [b"a"], 7)
-    assert pool.find_run([b"a", b"b"], 3).tolist() == [1, 2]
-    assert pool.find_run([b"a", b"b"], 7).tolist() == [3]
-    assert pool.get_cached_block(b"a", [3, 7]) == [1, 3]
-    assert pool.get_cached_block(b"b", [3, 7]) is None
-    assert [pool.group_of(i) for i in (1, 3)] == [3, 7]
 
 
 def test_every_way_of_registering_leaves_the_same_state() -> None:
@@ -139,50 +59,6 @@ def test_every_way_of_registering_leaves_the_same_state() -> None:
         assert pool.num_hashed_blocks == 6
         assert [pool.block_hash_of(i) for i in range(1, 7)] == names * 2
         assert [pool.group_of(i) for i in range(1, 7)] == [3] * 3 + [7] * 3
-
-
-@pytest.mark.parametrize("order", ["append", "uncached_first"])
-@pytest.mark.parametrize("shared", [[], [2], [1, 2, 3, 4]])
-def test_giving_back_unchecked_is_giving_back(order: str, shared: list[int]) -> None:
-    checked, unchecked = (BlockPool(7, free_order=order) for _ in range(2))
-    for pool in (checked, unchecked):
-        pool.register_many(pool.get_new_blocks(5)[:2], hashes(2), 0)
-        pool.touch(shared)
-    checked.free_blocks([4, 1, 3, 2])
-    unchecked.free_held(np.array([4, 1, 3, 2]))
-    assert checked.snapshot() == unchecked.snapshot()
-
-
-def test_evicting_forgets_hashes_and_nothing_else() -> None:
-    pool = filled_pool()
-    before = pool.snapshot()
-    pool.evict_blocks([7, 2, 2, 0, 8, 5])
-    after = pool.snapshot()
-    assert (after.free_order, after.ref_count) == (before.free_order, before.ref_count)
-    assert after.blocks_by_hash == {
-        0: {h: (i,) for h, i in zip(hashes(5), [1, 2, 3, 4, 7], strict=True) if i not in (2, 7)}
-    }
-
-
-def test_reset_waits_until_every_block_is_free() -> None:
-    pool = filled_pool()
-    before = pool.snapshot()
-    assert not pool.reset_prefix_cache()
-    assert pool.snapshot() == before
-    pool.free_blocks([8, 7])
-    assert pool.reset_prefix_cache()
-    assert pool.num_hashed_blocks == 0
-    assert pool.find_run(hashes(5), 0).tolist() == []
-    assert free_order(pool) == [1, 2, 3, 4, 5, 6, 8, 7]
-
-
-def test_usage_leaves_out_the_null_block() -> None:
-    pool = BlockPool(5)
-    assert pool.get_usage() == 0.0
-    pool.get_new_blocks(1)
-    assert pool.get_usage() == 0.25
-    pool.get_new_blocks(3)
-    assert pool.get_usage() == 1.0
 
 
 def test_the_null_block_is_never_touched_freed_hashed_or_evicted() -> None:
@@ -275,16 +151,6 @@ def test_without_caching_nothing_is_registered() -> None:
     ids = pool.get_new_blocks(1)
     with pytest.raises(ValueError, match="expected a pool with enable_caching=True"):
         pool.register_many(ids, hashes(1), 0)
-
-
-def test_empty_calls_are_legal() -> None:
-    pool = filled_pool()
-    before = pool.snapshot()
-    assert pool.get_new_blocks(0).tolist() == []
-    for call in (pool.touch, pool.free_blocks, pool.evict_blocks):
-        call([])
-    pool.register_many([], [], 0)
-    assert pool.snapshot() == before
 
 
 def test_a_copy_goes_its_own_way() -> None:
