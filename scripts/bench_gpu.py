@@ -23,10 +23,8 @@ compared with the reference. The table then has the bytes and operations of the 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 # The interpreter of GPU kernels blocks a thread of XLA's for each warpgroup; XLA reads their number here.
@@ -43,16 +41,6 @@ from scripts.kernel_bench.platform import Platform
 from scripts.kernel_bench.report import Peaks, is_wrong
 from scripts.kernel_bench.rivals_gpu import rivals
 
-
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """GPU kernels run on CPU."""
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
-
-    with force_gpu_interpret_mode(InterpretGPUParams()):
-        yield
-
-
 GPU = Platform(
     name="gpu",
     device_kind="cuda",
@@ -61,7 +49,6 @@ GPU = Platform(
     peaks=lambda device: measured_peaks(),
     time=gpu_clock,
     interpreted_calls=1,  # as the tests of the kernels run them
-    interpreted=interpreted,
     rivals=rivals,
 )
 

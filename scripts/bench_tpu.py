@@ -22,9 +22,7 @@ compared with the reference. The table then has the bytes and operations of the 
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -66,15 +64,6 @@ def peaks(device: jax.Device) -> Peaks:
     return Peaks(chip.hbm_bytes_per_s, chip.bf16_flops_per_s, f"specification of {name}")
 
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """TPU kernels run on CPU."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        yield
-
-
 TPU = Platform(
     name="tpu",
     device_kind="tpu",
@@ -83,7 +72,6 @@ TPU = Platform(
     peaks=peaks,
     time=wall_clock,
     interpreted_calls=2,
-    interpreted=interpreted,
     rivals=rivals,
 )
 

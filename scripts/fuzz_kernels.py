@@ -4,7 +4,7 @@
     python scripts/fuzz_kernels.py --op selective_scan --platform tpu --seed 7
     python scripts/fuzz_kernels.py --op kv_write --platform tpu --seed 7 --first 12 --trials 1    one trial again
 
-Flow:    op, platform, seed, number -> trial of scripts/kernel_fuzz -> cases -> [fuzz_kernels] -> a line a pair
+Flow:    op, platform, seed, number -> a random case -> steps of it -> [fuzz_kernels] -> a line a pair
 
 Platforms: `reference` (plain jnp), `xla` (the same, vectorised for GPUs without kernels), `tpu`, `gpu` and `triton`
 (Pallas kernels: compiled where there is a chip, else interpreted on CPU, of `tpu` and `gpu` some with races watched). A
@@ -34,15 +34,13 @@ os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))  # threads of X
 import jax
 import numpy as np
 
+from pallas_kernels.cases.case import Results
 from pallas_kernels.cases.find import case_types
-from scripts.kernel_fuzz import attention
-from scripts.kernel_fuzz.trials import Trial, of_case_type
+from pallas_kernels.interpret import compile_for
 
 _ALL = ("reference", "xla", "tpu", "gpu", "triton")
-OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that have a kernel of it
-    "ragged_paged_attention": (attention.ragged, _ALL),
-    **{op: (partial(of_case_type, case_type), case_type.backends) for op, case_type in case_types().items()},
-}
+_STEPS = 4  # of a case
+_RACES_WATCHED = 0.2  # of the trials: it doubles the time of an interpreted kernel
 _TRIALS_KEPT = 20  # compiled programs pile up; after so many trials jax forgets them
 ROW = "{:24} {:10} {:>7} {:>7} {:>9}  {}"
 
@@ -91,15 +89,25 @@ def run_trial(result: Result, seed: int, number: int, hang_s: float) -> None:
 
 
 def cases_of(op: str, platform: str, seed: int, number: int) -> Iterator[str]:
-    """Checks the cases of a trial, one after the other."""
+    """Draws a case, compiles its op once and checks several steps; a description of each that was right."""
     rng = np.random.default_rng([seed, zlib.crc32(f"{op} {platform}".encode()), number])
-    return OPS[op][0](rng, platform)
+    case = case_types()[op].random(rng, platform)
+    call, first = partial(case.call, platform), case.hard_arguments(rng)
+    run = compile_for(platform, call, *first, watch_races=bool(rng.random() < _RACES_WATCHED))
+    for step in range(_STEPS):
+        arguments = case.hard_arguments(rng)
+        try:
+            case.assert_right(Results(*run(*arguments)), arguments)
+        except BaseException as error:
+            error.add_note(f"step {step} of {case}")
+            raise
+        yield f"step {step} of {case}"
 
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where a case is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", action="append", choices=sorted(OPS), help="repeatable; default: all")
+    parser.add_argument("--op", action="append", choices=sorted(case_types()), help="repeatable; default: all")
     parser.add_argument("--platform", action="append", choices=_ALL, help="repeatable; default: all")
     parser.add_argument(
         "--minutes", type=float, default=None, help="no new trial after so long; default: 1, or --trials"
@@ -115,8 +123,8 @@ def main(arguments: list[str]) -> int:
     print(f"seed {seed}", flush=True)
     results = [
         Result(op, platform)
-        for op, (_, platforms) in OPS.items()
-        for platform in platforms
+        for op, case_type in case_types().items()
+        for platform in case_type.backends
         if op in (options.op or [op]) and platform in (options.platform or [platform])
     ]
     begin, done = time.monotonic(), 0

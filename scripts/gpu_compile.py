@@ -2,7 +2,8 @@
 
     python scripts/gpu_compile.py OP [name=value ...] [--shapes] [--card h100] [--check] [--ceiling] [--json FILE]
 
-OP and its settings: scripts/gpu_aot/operations.py. `--shapes` compiles OP for every shape of shapes.py; `--check` fails
+OP: one of pallas_kernels, whose cases.py has the settings (or model=NAME shards=N), or `layers`: those of
+scripts/gpu_aot/layer_case.py. `--shapes` compiles OP for every layer of a model that it names; `--check` fails
 where a kernel spills or exceeds shared memory, donated pages are not updated in place, or a layer launches too much;
 `--ceiling` prints what the inner loop of each kernel costs, and what it can do at best at 1.7 GHz
 (scripts/gpu_aot/ceiling.py). Needs the extra `cuda-aot` (public wheels, no driver and no card) in the Python that runs
@@ -128,16 +129,16 @@ def cases(arguments: argparse.Namespace) -> list[list[str]]:
     if not arguments.shapes:
         return [arguments.settings]
     sys.path.insert(0, str(ROOT))
-    from pallas_kernels.ragged_paged_attention.shapes import SHAPES
+    from pallas_kernels.cases.find import case_types
 
-    return [[f"shape={shape.name}", *arguments.settings] for shape in SHAPES]
+    return [[f"model={shape.name}", *arguments.settings] for shape in case_types()[arguments.op].shapes]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("op")
     parser.add_argument("settings", nargs="*", metavar="name=value")
-    parser.add_argument("--shapes", action="store_true", help="every shape of shapes.py")
+    parser.add_argument("--shapes", action="store_true", help="every layer of a model that the op names")
     parser.add_argument("--card", default="h100", choices=("h100", "h200"))
     parser.add_argument("--check", action="store_true", help="fail on spills and on too much shared memory")
     parser.add_argument("--ceiling", action="store_true", help="cycles of each kernel's inner loop, and what binds")

@@ -1,14 +1,14 @@
 """Compiles every GPU kernel at every real shape for sm_90a, without a GPU; a table, and a status for CI.
 
     python scripts/gpu_compile_all.py                       all, one after the other; about 30 s a case
-    python scripts/gpu_compile_all.py --op attention        of one op
+    python scripts/gpu_compile_all.py --op kv_write         of one op
     python scripts/gpu_compile_all.py --subset              what CI runs, three minutes on two cores
     python scripts/gpu_compile_all.py --results all.json    goes on where an earlier run was stopped
 
-Shapes: each of shapes.py on one of 1, 2, 4 and 8 tensor-parallel shards, once per set of heads and mask; page sizes,
-8-bit pages and head dimensions at one shape. Fails where a kernel spills more than `ALLOWED_SPILL_BYTES` has for it
-(nothing, for dense attention at the shapes of shapes.py), needs more shared memory than there is, donated pages are
-not updated in place, or a layer launches more than `MOST_LAUNCHES`. Where: see scripts/gpu_compile.py.
+Shapes: the layers of models that an op's cases.py names, on one of 1, 2, 4 and 8 tensor-parallel shards, each set of
+sizes once; then the op's `features`. Fails where a kernel spills more than the op's `allowed_spills` says, needs more
+shared memory than there is, donated pages are not updated in place, or a layer launches more than `MOST_LAUNCHES`.
+Where: see scripts/gpu_compile.py.
 """
 
 from __future__ import annotations
@@ -25,24 +25,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pallas_kernels.cases.case import Case
-from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from scripts.aot.rooms import compiled_types, shape_settings
+from scripts.gpu_aot.operations import LAYERS
 from scripts.gpu_compile import compile_op, problems, report
 
 SHARDS = (1, 2, 4, 8)
-PAGE_SIZES = (8, 64, 128)
-FEATURES = (
-    "page=64 dtype=float8_e4m3fn",
-    "dtype=int8 soft_cap=30",
-    "q_dtype=float16 sink_tokens=4 window=1024",
-    "head_dim=64 dtype=float8_e5m2",
-    "head_dim=192 head_dim_v=128",
-    "head_dim=192",
-    "head_dim=256",
-    "head_dim=256 dtype=float8_e4m3fn",
-    *(f"tokens=256 {sizes}" for sizes in ("", "head_dim=64", "head_dim=256", "dtype=float8_e4m3fn", "window=128")),
-)
-LAYERS = (
+LAYER_CASES = (
     "",
     "scan=0 layers=1",
     "scan=0",
@@ -65,68 +53,29 @@ LAYERS = (
     "op=sparse heads=64 page=64 ratio=128",
     "op=sparse heads=64 page=64 ratio=0",
 )
-SUBSET = ("shape=llama3-8b tp=8", "shape=gpt-oss-120b-local page=64", "page=64 dtype=float8_e4m3fn")
-# By (op, setting, start of the name of a kernel). 64 x 256 sums and 64 x 64 scores a warpgroup take all registers that
-# there are, and so do 64 x 256 sums of a third of them in latent attention, where addresses spill outside of the loops
-# over blocks, and within where 8-bit values are converted.
-ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
-    ("attention", "dtype=int8 soft_cap", "rpa_decode_"): 16,
-    ("attention", "dtype=int8 soft_cap", "rpa_prefill_"): 8,
-    ("attention", "head_dim=256 dtype=float8", "rpa_decode_"): 216,
-    ("attention", "head_dim=256 dtype=float8", "rpa_prefill_"): 76,
-    ("layers", "op=mla", "mla_"): 120,
-    ("layers", "op=sparse", "sparse_mla_"): 380,
-}
-
-
-def attention_cases() -> list[str]:
-    """Settings of the attention op: shapes by shards, page sizes, features."""
-    cases, seen = [], set()
-    for shape in SHAPES:
-        for shards in SHARDS:
-            key = _compiled_of(shape, shards)
-            if key is not None and key not in seen:
-                seen.add(key)
-                cases.append(f"shape={shape.name} tp={shards}")
-    return [*cases, *(f"page={page}" for page in PAGE_SIZES), *FEATURES]
-
-
-def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
-    """What of a shape the compiled kernels depend on; None where it does not split so."""
-    try:
-        heads = shape.per_shard(shards)
-    except ValueError:
-        return None
-    return (*heads, shape.head_dim, shape.sliding_window, shape.attention_chunk_size, shape.soft_cap)
+LAYERS_IN_SUBSET = ("sinks=1 scales=1",)
+# Of layers, by a part of the settings: 64 x 256 sums of latents leave addresses no registers.
+ALLOWED_SPILL_BYTES = {"op=mla": 120, "op=sparse": 380}
 
 
 def cases(subset: bool) -> list[tuple[str, str]]:
-    """(op, settings) of every compilation."""
-    attention = SUBSET if subset else attention_cases()
-    rooms = compiled_types("gpu")
-    kernels = [("attention", settings) for settings in attention]
-    kernels += [("layers", settings) for settings in (("sinks=1 scales=1",) if subset else LAYERS)]
-    others = [(op, settings) for op in rooms for settings in (("",) if subset else _of_room(rooms[op]))]
-    return [*kernels, *others]
+    """(op, settings) of every compilation; the subset has every op."""
+    types = compiled_types("gpu")
+    found = {op: case_type.in_subset if subset else _settings(case_type) for op, case_type in types.items()}
+    found[LAYERS] = LAYERS_IN_SUBSET if subset else LAYER_CASES
+    return [(op, settings) for op, some in found.items() for settings in some]
 
 
-def _of_room(case_type: type[Case]) -> list[str]:
+def _settings(case_type: type[Case]) -> tuple[str, ...]:
     """Settings of an op: shapes by shards, those of equal cases once, then its features."""
     settings = [settings for shards in SHARDS for _, settings in shape_settings(case_type, shards)]
-    return [*dict.fromkeys(" ".join(some) for some in settings), *case_type.features]
+    return (*dict.fromkeys(" ".join(some) for some in settings), *case_type.features)
 
 
-def allowed_spill_bytes(op: str, settings: str, record: dict[str, Any]) -> int:
+def allowed_spill_bytes(op: str, settings: str) -> int:
     """Committed spills of a kernel."""
-    found = [
-        spilled
-        for (name, setting, kernel), spilled in ALLOWED_SPILL_BYTES.items()
-        if name == op and setting in settings and record.get("kernel", "").startswith(kernel)
-    ]
-    of_room = compiled_types("gpu").get(op)
-    if of_room is not None:
-        found += [spilled for setting, spilled in of_room.allowed_spills.items() if setting in settings]
-    return max(found, default=0)
+    allowed = ALLOWED_SPILL_BYTES if op == LAYERS else compiled_types("gpu")[op].allowed_spills
+    return max((spilled for setting, spilled in allowed.items() if setting in settings), default=0)
 
 
 @dataclass(frozen=True)
@@ -150,8 +99,8 @@ class Result:
         """What is wrong, in words."""
         if self.error is not None:
             return [self.error]
-        allowed = [allowed_spill_bytes(self.op, self.settings, record) for record in self.records]
-        return [found for pair in zip(self.records, allowed, strict=True) for found in problems(*pair)]
+        allowed = allowed_spill_bytes(self.op, self.settings)
+        return [found for record in self.records for found in problems(record, allowed)]
 
 
 def compile_case(card: str, op: str, settings: str, timeout_s: float) -> Result:

@@ -1,11 +1,11 @@
 """Compiles a TPU kernel on a machine without a TPU, and prints what it costs by the compiler's own listing.
 
-    python scripts/tpu_compile.py v6e attention page=16 window=1024      one case
-    python scripts/tpu_compile.py v6e attention --features               base case, and what each feature adds
-    python scripts/tpu_compile.py v7x attention --no-dump                only: does it compile, and its memory
-    python scripts/tpu_compile.py v6e selective_scan --loops 'ssd_.*'    the loops of kernels without a score
+    python scripts/tpu_compile.py v6e ragged_paged_attention page=16 window=1024      one case
+    python scripts/tpu_compile.py v6e ragged_paged_attention --features               base case, then each feature
+    python scripts/tpu_compile.py v7x kv_write --no-dump                              does it compile, its memory
+    python scripts/tpu_compile.py v6e selective_scan --loops 'ssd_.*'                 loops of kernels without a score
 
-Needs libtpu (kvjax[tpu-aot]). Settings: the fields of scripts/tpu_aot/operations.py. What the score means
+Needs libtpu (kvjax[tpu-aot]). Settings: the fields of the op's cases.py, or model=NAME shards=N. What the score means
 and leaves out: scripts/tpu_aot/score.py; times, by a latency that is assumed: scripts/tpu_aot/latency.py.
 """
 
@@ -19,44 +19,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pallas_kernels.cases.find import case_types
 from pallas_kernels.mask import MaskRule
-from scripts.aot.cases import parse_case
+from scripts.aot.rooms import compiled_types, mask_of
 from scripts.tpu_aot.bundles import Loop
 from scripts.tpu_aot.chips import CHIPS, prepare_environment
 from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
 from scripts.tpu_aot.latency import LATENCIES_S
 from scripts.tpu_aot.libtpu import LibtpuError, release
-from scripts.tpu_aot.operations import OPERATIONS, AttentionCase
 from scripts.tpu_aot.score import BlockScore, block_scores
 from scripts.tpu_aot.step_cost import launch_work
 
-KERNELS = {"attention": "rpa_.*"}  # names of those that have a score
-KERNELS |= {op: case_type.scored for op, case_type in case_types().items() if case_type.scored}
-# One feature at a time, then all together.
-FEATURES: dict[str, list[str]] = {
-    "base": [],
-    "window": ["window=1024"],
-    "chunk": ["chunk=2048"],
-    "sink tokens": ["window=1024", "sink_tokens=4"],
-    "sinks": ["sinks=1"],
-    "scales": ["scales=1"],
-    "lse": ["lse=1"],
-    "tables in HBM": ["hbm_tables=1"],
-    "write": ["write=1"],
-    "all of these": ["window=1024", "sink_tokens=4", "sinks=1", "scales=1", "lse=1", "hbm_tables=1", "write=1"],
-    "soft cap": ["soft_cap=30.0"],
-    "fp8 e4m3 pages": ["dtype=float8_e4m3fn"],
-    "fp8 e5m2 pages": ["dtype=float8_e5m2"],
-    "int8 pages": ["dtype=int8"],
-    "float32 pages": ["dtype=float32"],
-    "head dim 64": ["head_dim=64"],
-    "head dim 80": ["head_dim=80"],
-    "head dim 96": ["head_dim=96"],
-    "head dim 192": ["head_dim=192"],
-    "head dim 256": ["head_dim=256"],
-}
-COLUMNS = "{:16} {:22} {:7} {:>7} {:>6} {:>14} {:>10} {:>5} {:>9} {:>7} {:>14}"
+DECODE = "rpa_q1_"  # kernels whose sequences have a cost (scripts/tpu_aot/step_cost.py)
+COLUMNS = "{:24} {:22} {:7} {:>7} {:>6} {:>14} {:>10} {:>5} {:>9} {:>7} {:>14}"
 LATENCIES = "/".join(f"{latency_s * 1e6:g}" for latency_s in LATENCIES_S)
 HEADER = COLUMNS.format(
     "",
@@ -100,10 +74,10 @@ def row(label: str, chip: str, score: BlockScore) -> str:
 
 
 def sequence_rows(chip: str, compilation: Compilation, mask: MaskRule) -> list[str]:
-    """A line for each of `SEQUENCES` and each kernel of ragged_paged_attention that decodes."""
+    """A line for each of `SEQUENCES` and each kernel called `DECODE`."""
     lines, token_bytes = [], compilation.memory["token_bytes"]
     for kernel in compilation.kernels:
-        if not kernel.name.startswith("rpa_q1_"):
+        if not kernel.name.startswith(DECODE):
             continue
         for tokens in SEQUENCES:
             work = launch_work(kernel, mask, token_bytes, [(tokens, 1)])
@@ -137,11 +111,12 @@ def describe_loops(loop: Loop, depth: int = 0) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where something did not compile."""
+    types = compiled_types("tpu")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", choices=sorted(CHIPS))
-    parser.add_argument("op", choices=sorted(OPERATIONS))
+    parser.add_argument("op", choices=sorted(types))
     parser.add_argument("settings", nargs="*", metavar="name=value")
-    parser.add_argument("--features", action="store_true", help="the case with each feature of attention")
+    parser.add_argument("--features", action="store_true", help="the case with each feature of the op")
     parser.add_argument("--no-dump", action="store_true", help="compile only")
     parser.add_argument("--loops", metavar="PATTERN", help="print all loops of the kernels whose names match")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="of one compilation")
@@ -157,15 +132,17 @@ def main(arguments: list[str]) -> int:
         libtpu = release(options.libtpu)
     except LibtpuError as error:
         parser.error(str(error))
-    cases = FEATURES if options.features else {"": []}
+    case_type = types[options.op]
+    features = ("", *case_type.tpu_features) if options.features else ("",)
     figures, failed = [], False
-    pattern = options.loops or (None if options.no_dump else KERNELS.get(options.op))
-    for number, (label, extra) in enumerate(cases.items()):
+    pattern = options.loops or (None if options.no_dump else case_type.scored or None)
+    for label in features:
+        settings = [*options.settings, *label.split()]
         try:
             compilation = compile_and_dump(
                 options.chip,
                 options.op,
-                options.settings + extra,
+                settings,
                 kernels=pattern,
                 timeout_s=options.timeout,
                 libtpu=libtpu,
@@ -174,7 +151,7 @@ def main(arguments: list[str]) -> int:
             print(f"{label}: does not compile\n{error}", file=sys.stderr)
             failed = True
             continue
-        if number == 0:
+        if not label:
             print(f"libtpu {libtpu.version}", describe_memory(compilation), sep="\n")
             if pattern and not options.loops:
                 print(HEADER)
@@ -183,8 +160,8 @@ def main(arguments: list[str]) -> int:
         found = [] if options.loops else scores(options.chip, compilation)
         for score in found:
             print(row(label, options.chip, score), flush=True)
-        if options.op == "attention" and found:
-            mask = parse_case(AttentionCase, options.settings + extra).mask
+        if any(score.kernel.startswith(DECODE) for score in found):
+            mask = mask_of(options.op, settings)
             print(*sequence_rows(options.chip, compilation, mask), sep="\n", flush=True)
         figures.append({"label": label, "memory": compilation.memory, "scores": [asdict(score) for score in found]})
     if options.json:

@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.aot.rooms import compiled_types
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.everything import HEADER, Result, compile_all, load, losses, save
 from scripts.tpu_aot.libtpu import LibtpuError, Release, release
-from scripts.tpu_aot.operations import OPERATIONS
 from scripts.tpu_aot.shape_cases import ShapeCase, shape_cases, subset
 
 
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="name=value", help="of every case, such as page=16")
     parser.add_argument("--chip", action="append", choices=sorted(CHIPS), help="repeatable; default: all")
-    parser.add_argument("--op", action="append", choices=sorted(OPERATIONS), help="repeatable; default: all")
+    parser.add_argument("--op", action="append", choices=sorted(compiled_types("tpu")), help="repeatable; default: all")
     parser.add_argument("--subset", action="store_true", help="a few cases of every op, without dumps of one libtpu")
     parser.add_argument("--no-dump", action="store_true", help="no bundles")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")

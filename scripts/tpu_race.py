@@ -22,15 +22,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pallas_kernels.mask import MaskRule
 from scripts.tpu_aot.chips import CHIPS, Chip, prepare_environment
 from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump, run_and_read
 from scripts.tpu_aot.latency import LATENCIES_S, Work
 from scripts.tpu_aot.libtpu import LibtpuError, Release, folder, release
-from scripts.tpu_aot.operations import AttentionCase
 from scripts.tpu_aot.rival_cost import blocking_spills, decode_work, prefill_bundles
 from scripts.tpu_aot.rivals import RIVALS
 from scripts.tpu_aot.step_cost import launch_work
 
+OP = "ragged_paged_attention"
 LENGTHS = (8192, 256)  # decoding sequences
 PROMPTS = (2048, 8192)
 Blocks = tuple[int, ...]
@@ -41,7 +42,7 @@ class RaceCase:
     """What is compiled of every kernel."""
 
     chip: str
-    sizes: dict[str, int | str] = field(default_factory=dict)  # of AttentionCase and of RivalCase alike
+    sizes: dict[str, int | str] = field(default_factory=dict)  # of our case and of RivalCase alike
     mode: str = "decode"
     blocks: dict[str, tuple[Blocks, ...]] = field(default_factory=dict)  # that a rival is compiled with; (): its own
 
@@ -76,10 +77,8 @@ class Race:
 
     def ours(self, case: RaceCase) -> Compilation:
         """Our kernels, the write of new KV included."""
-        settings = [f"{name}={value}" for name, value in {"tokens": 64, **case.sizes, "tuned": 1, "write": 1}.items()]
-        return compile_and_dump(
-            case.chip, "attention", settings, kernels="rpa_.*", timeout_s=self.timeout_s, libtpu=self.libtpu
-        )
+        settings = [f"{name}={value}" for name, value in {"tokens": 64, **case.sizes, "write": 1}.items()]
+        return compile_and_dump(case.chip, OP, settings, kernels="rpa_.*", timeout_s=self.timeout_s, libtpu=self.libtpu)
 
     def rival(self, name: str, case: RaceCase, blocks: Blocks) -> Compilation:
         """A rival's launch."""
@@ -138,12 +137,12 @@ def our_rows(case: RaceCase, found: Compilation) -> Iterator[str]:
     chip = CHIPS[case.chip]
     for kernel in found.kernels:
         if case.mode == "decode" and kernel.name.startswith("rpa_q1_"):
-            mask, padded = AttentionCase().mask, found.memory["token_bytes"]
+            mask, padded = MaskRule(), found.memory["token_bytes"]
             works = {tokens: launch_work(kernel, mask, padded, [(tokens, 1)]) for tokens in LENGTHS}
             yield from decode_rows(f"ours {kernel.name}", chip, works, f"{padded} bytes a token")
         elif case.mode == "mixed" and not kernel.name.startswith("rpa_q1_"):
             prompts = [[(tokens, tokens)] for tokens in PROMPTS]
-            launches = [launch_work(kernel, AttentionCase().mask, case.token_bytes, prompt) for prompt in prompts]
+            launches = [launch_work(kernel, MaskRule(), case.token_bytes, prompt) for prompt in prompts]
             yield prefill_row(f"ours {kernel.name}", [work.bundles for work in launches], "")
 
 

@@ -16,17 +16,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries
-from pallas_kernels.ragged_paged_attention.tuning import FOLDER
+from pallas_kernels.ragged_paged_attention.tuning import FOLDER, OP
 from pallas_kernels.tpu.mosaic import LANES
 from pallas_kernels.tuned import Sizes
-from scripts.kernel_tuning.cases import Case, candidates
 from scripts.kernel_tuning.choice import Record, as_json, write_tuned
-from scripts.kernel_tuning.tuner import cases_of, list_cases, parser, tune
+from scripts.kernel_tuning.entries import Entry, candidates
+from scripts.kernel_tuning.tuner import entries_of, list_entries, parser, tune
 from scripts.tpu_aot.chips import CHIPS, prepare_environment
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
 from scripts.tpu_aot.latency import LATENCIES_S, USUAL_LATENCY_S
@@ -37,44 +36,26 @@ TILE_BLOCKS = (256, 512, 1024)  # slots
 DECODE_BLOCKS = (256, 512, 1024, 2048)
 
 
-def candidates_of(case: Case) -> Iterator[Sizes]:
+def candidates_of(entry: Entry) -> Iterator[Sizes]:
     """The formula, then tiles of its queries, half and double as many, and blocks of decoding."""
-    heads, kv_heads = case.model.per_shard(case.num_shards)
-    queries = tile_queries(heads // kv_heads, case.mask)
+    heads, kv_heads = entry.model.per_shard(entry.num_shards)
+    queries = tile_queries(heads // kv_heads, entry.mask)
     tiles = product((queries, 2 * queries, queries // 2), TILE_BLOCKS)
-    blocks = [block for block in DECODE_BLOCKS if block >= max(LANES, case.page_size)]
+    blocks = [block for block in DECODE_BLOCKS if block >= max(LANES, entry.page_size)]
     yield from candidates(
         [{"queries": n, "tile_block": block} for n, block in tiles if n >= 8],
         [{"decode_block": block} for block in blocks],
     )
 
 
-def settings_of(case: Case, sizes: Sizes) -> list[str]:
-    """The settings of scripts/tpu_aot's attention case."""
-    shape, model = case.shape, case.model
-    given: dict[str, Any] = {
-        "heads": shape.num_q_heads,
-        "kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "page": shape.page_size,
-        "dtype": shape.page_dtype,
-        "window": model.sliding_window,
-        "chunk": model.attention_chunk_size,
-        "soft_cap": model.soft_cap,
-        "sinks": int(model.sinks),
-        **sizes,
-    }
-    return [f"{name}={value}" for name, value in given.items() if value]
-
-
-def measure(chip: str, case: Case, sizes: Sizes, timeout_s: float) -> Record:
+def measure(chip: str, entry: Entry, sizes: Sizes, timeout_s: float) -> Record:
     """Compiles a candidate: the cost of decoding and of tiles with the sizes that the kernels really have."""
     try:
-        done = compile_and_dump(chip, "attention", settings_of(case, sizes), kernels="rpa_.*", timeout_s=timeout_s)
+        done = compile_and_dump(chip, OP, entry.settings(sizes), kernels="rpa_.*", timeout_s=timeout_s)
         token_bytes = done.memory["token_bytes"]
         scores = [block_scores(kernel, CHIPS[chip], token_bytes) for kernel in done.kernels]
         works = [
-            [launch_work(kernel, case.mask, token_bytes, sequences) for sequences in workloads(kernel)]
+            [launch_work(kernel, entry.mask, token_bytes, sequences) for sequences in workloads(kernel)]
             for kernel in done.kernels
         ]
     except (CompilationError, ValueError) as error:  # ValueError: dumps that cannot be read
@@ -100,16 +81,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
     assert __doc__ is not None
     options = parser(__doc__, CHIPS).parse_args(None if arguments is None else list(arguments))
     if options.list:
-        return list_cases(options, candidates_of)
-    wanted = cases_of(options)
+        return list_entries(options, candidates_of)
+    wanted = entries_of(options)
     chosen = tune(
-        wanted, candidates_of, lambda case, sizes: measure(options.device, case, sizes, options.timeout), options
+        wanted, candidates_of, lambda entry, sizes: measure(options.device, entry, sizes, options.timeout), options
     )
     path = options.out or FOLDER / f"{options.device}.json"
     write_tuned(path, "static score", Tuning._fields, chosen)
     if options.json:
         options.json.write_text(as_json(chosen))
-    return int({choice.case for choice in chosen} != set(wanted))
+    return int({choice.entry for choice in chosen} != set(wanted))
 
 
 if __name__ == "__main__":

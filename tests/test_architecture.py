@@ -213,8 +213,6 @@ def test_what_ops_share_knows_no_op_and_an_op_few_others(path: Path) -> None:
 # Modules that import across: scripts what tests have, tests of kernels what scripts have.
 ACROSS = {
     "scripts.fuzz_tiers",
-    "scripts.kernel_fuzz.attention",
-    "tests.pallas_kernels.test_flags",
 }
 
 

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,9 @@ class Case(abc.ABC):
     defaults: ClassVar[Mapping[str, Sizes]] = {}  # fields of what is compiled, by platform
     allowed_spills: ClassVar[Mapping[str, int]] = {}  # bytes of a kernel for GPU, by a part of the settings
     scored: ClassVar[str] = ""  # names of kernels whose loops over blocks have a score
-    features: ClassVar[tuple[str, ...]] = ()  # settings that are compiled beside the models' shapes
+    features: ClassVar[tuple[str, ...]] = ()  # settings that are compiled for GPU beside the models' shapes
+    in_subset: ClassVar[tuple[str, ...]] = ("",)  # settings of the few that CI compiles for GPU
+    tpu_features: ClassVar[tuple[str, ...]] = ()  # settings whose cost is set beside that of the case without them
 
     @classmethod
     @abc.abstractmethod
@@ -79,6 +81,12 @@ class Case(abc.ABC):
         Raises:
             ValueError: the layer does not split so.
         """
+
+    @classmethod
+    def kinds_of(cls, shape: Any) -> tuple[str, ...]:
+        """Those of `kinds` that a layer of `shapes` is timed in."""
+        del shape
+        return cls.kinds
 
     @classmethod
     @abc.abstractmethod
@@ -137,6 +145,9 @@ class Case(abc.ABC):
         assert_close(found.outs, expected.outs)
 
 
+CaseT = TypeVar("CaseT", bound=Case)
+
+
 def splits(case_type: type[Case], shape: Any, num_shards: int) -> bool:
     """Whether a layer of the op splits into so many shards."""
     try:
@@ -144,6 +155,24 @@ def splits(case_type: type[Case], shape: Any, num_shards: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def most_shards(case_type: type[Case], shape: Any) -> int:
+    """The shards, up to eight, that have the fewest heads of a layer."""
+    return max(n for n in range(1, 9) if splits(case_type, shape, n))
+
+
+def of_step(
+    case_type: type[CaseT], shape: Any, kind: str, step: Step = Step(), *, num_shards: int = 1, **given: Any
+) -> CaseT:
+    """A kind of step of a shard of a layer; of `given` what is a field of the case and what neither of them says.
+
+    Raises:
+        ValueError: the layer does not split so, or there is no such kind.
+    """
+    values = given | case_type.of_shape(shape, num_shards) | case_type.of_kind(kind, step)
+    names = {field.name for field in dataclasses.fields(case_type)}
+    return case_type(**{name: value for name, value in values.items() if name in names})
 
 
 def parse(case_type: type[Case], settings: list[str], **defaults: Any) -> Case:

@@ -5,7 +5,8 @@ Flow:    function of a backend, arguments -> [compile_for] -> calls that give nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -29,3 +30,22 @@ def compile_for(
 
     jitted = jax.jit(function)
     return lambda *given: jax.tree.map(np.asarray, jitted(*given))
+
+
+@contextmanager
+def interpreted(backend: str) -> Iterator[None]:
+    """Kernels of `backend` run on CPU, whatever calls them."""
+    if backend == "tpu":
+        from jax.experimental.pallas import tpu as pltpu
+
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+            yield
+    elif backend == "gpu":
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+
+        from pallas_kernels.interpret.quick_callbacks import quick_callbacks
+
+        with force_gpu_interpret_mode(InterpretGPUParams()), quick_callbacks():
+            yield
+    else:
+        yield

@@ -47,6 +47,7 @@ class AttentionShape:
 
 SHAPES = (
     AttentionShape("llama3-8b", "meta-llama/Meta-Llama-3-8B", 32, 8, 128),
+    AttentionShape("llama3.2-1b", "meta-llama/Llama-3.2-1B", 32, 8, 64),
     AttentionShape("llama3-70b", "meta-llama/Meta-Llama-3-70B", 64, 8, 128),
     AttentionShape("qwen3-8b", "Qwen/Qwen3-8B", 32, 8, 128),
     AttentionShape("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 64, 4, 128),

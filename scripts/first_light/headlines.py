@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
-from scripts.kernel_bench import driver
-from scripts.kernel_bench.case import BenchCase, Sizes
-from scripts.kernel_bench.ops import ragged_paged_attention
+from pallas_kernels.cases.find import case_types
+from scripts.kernel_bench.case import BenchCase, Sizes, bench_case
 
-ATTENTION = ragged_paged_attention.OP
-LLAMA_1B = AttentionShape("llama3.2-1b", "meta-llama/Llama-3.2-1B", 32, 8, 64)  # other kernels have no sinks either
+ATTENTION = "ragged_paged_attention"
 
 
 @dataclass(frozen=True)
@@ -28,18 +25,13 @@ class Headline:
     dtype: str = "bfloat16"  # of the pages
     least_bandwidth: float | None = None  # share of a copy's, of the whole op
     least_tflops: float | None = None
-    model: AttentionShape | None = None  # attention of a model that shapes.py does not have
 
-    def bench_case(self, *, small: bool = False) -> BenchCase:
-        """The case, or the same with few tokens and heads."""
-        sizes = Sizes("gpu", self.page, self.dtype)
-        if self.model is not None:
-            found = ragged_paged_attention.case(self.kind, self.model, sizes)
-            return found.small() if small else found
-        found = next(
-            case for case in driver.all_cases([self.op], sizes) if (case.kind, case.shape) == (self.kind, self.shape)
-        )
-        return found.small() if small else found
+    @property
+    def bench_case(self) -> BenchCase:
+        """The case, and the same with few tokens and heads."""
+        case_type = case_types()[self.op]
+        shape = next(shape for shape in case_type.shapes if shape.name == self.shape)
+        return bench_case(case_type, self.kind, shape, Sizes("gpu", self.page, self.dtype))
 
 
 HEADLINES = (
@@ -47,7 +39,7 @@ HEADLINES = (
     Headline("decode 64 x 4k, page 64", ATTENTION, "decode", "llama3-8b", page=64, least_bandwidth=0.8),
     Headline("decode 1 x 128k", ATTENTION, "decode-long", "llama3-8b", least_bandwidth=0.7),
     Headline("window 128 of 32k", ATTENTION, "decode-32k", "gpt-oss-120b-local"),
-    Headline("prefill 8k, D 64", ATTENTION, "prefill", LLAMA_1B.name, model=LLAMA_1B),
+    Headline("prefill 8k, D 64", ATTENTION, "prefill", "llama3.2-1b"),
     Headline("prefill 8k, D 128", ATTENTION, "prefill", "llama3-8b", page=64, least_tflops=450),
     Headline("fp8 decode 64 x 4k", ATTENTION, "decode", "llama3-8b", dtype="float8_e4m3fn"),
     Headline("mixed 60 + 4 x 512", ATTENTION, "mixed", "llama3-8b"),

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from pallas_kernels.cases.find import case_types
 from scripts.first_light.headlines import ATTENTION, HEADLINES, Headline
 from scripts.first_light.runner import ROOT, Row, Stage
-from scripts.kernel_bench import driver
 from scripts.kernel_bench.rivals_gpu import NAMES
 
 _PROGRAMS = "scripts.first_light.programs"
@@ -45,10 +45,10 @@ def facts(card: str | None) -> Iterator[Row]:
     """The card, what it can do at most, and whether each kernel runs at all."""
     yield program("facts", "facts", [], card, limit_s=60)
     yield program("peaks", "peaks", [], card, limit_s=90)
-    for op in driver.op_names():
+    for op in sorted(case_types()):
         yield program(f"smoke {op}", "smoke", [op], card, limit_s=120)
     sanitizer = shutil.which("compute-sanitizer")
-    for op in driver.op_names() if sanitizer and card else ():
+    for op in sorted(case_types()) if sanitizer and card else ():
         row = program(f"memory checked {op}", "smoke", [op], card, limit_s=180)
         checked = (sanitizer, "--error-exitcode", "9", *row.command)
         # One allocation a buffer: in a pool of jax's an access out of bounds is inside the pool.

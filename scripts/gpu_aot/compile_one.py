@@ -12,13 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.aot.cases import parse_case
 from scripts.gpu_aot.ceiling import Ceiling
 from scripts.gpu_aot.launches import count_launches
 from scripts.gpu_aot.resources import count_copies, count_instructions, parse_ptxas, parse_shared_memory
 from scripts.gpu_aot.target import CARDS, Card, prepare_environment
-
-DEFAULTS = {"platform": "gpu", "page": 16}  # of cases that have such fields
 
 
 def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
@@ -27,10 +24,9 @@ def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
     from jax.experimental import topologies
 
     from scripts.gpu_aot import layer_case
-    from scripts.gpu_aot.operations import OPERATIONS
+    from scripts.gpu_aot.operations import operation_of
 
-    case_type, build = OPERATIONS[op]
-    operation = build(parse_case(case_type, settings, **DEFAULTS))
+    operation = operation_of(op, settings)
     topology = topologies.get_topology_desc(platform="cuda", target_config=CARDS[card].config, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -65,9 +61,9 @@ def tool(name: str) -> Path | None:
 
 def page_bytes(op: str, settings: list[str]) -> int:
     """Size of a number in a case's pages; what is not said to be of 8 bits has 16."""
-    from scripts.gpu_aot.operations import OPERATIONS
+    from scripts.gpu_aot.operations import case_of
 
-    dtype = getattr(parse_case(OPERATIONS[op][0], settings, **DEFAULTS), "dtype", "")
+    dtype = getattr(case_of(op, settings), "dtype", "")
     return 1 if dtype.startswith(("float8", "int8")) else 2
 
 

@@ -9,6 +9,7 @@ Between two layers stands a matrix product, so that none of it belongs to a laye
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,6 @@ from pallas_kernels.mla_paged_attention import plan as plan_latents
 from pallas_kernels.ragged_paged_attention import MaskRule, plan, ragged_paged_attention
 from pallas_kernels.sparse_mla_attention import plan as plan_windows
 from pallas_kernels.sparse_mla_attention import plan_work, sparse_mla_attention
-from scripts.aot.arguments import argument
 
 STEPS = ("decode", "mixed")
 LATENT_DIM, ROPE_DIM = 512, 64
@@ -52,6 +52,24 @@ class LayersCase:
     num_pages: int = 4099
     ratio: int = 4  # of sparse attention: 0 the window only, 4 with an indexer, 128 all entries
     fp8: int = 0  # entries of sparse attention in fp8
+
+
+def parse(settings: list[str]) -> LayersCase:
+    """A case with some fields set by name=value.
+
+    Raises:
+        ValueError: a name is none of the case's, or a value is not of its type.
+    """
+    known = {field.name: field.default for field in dataclasses.fields(LayersCase)}
+    given = dict(setting.partition("=")[::2] for setting in settings)
+    if unknown := sorted(given.keys() - known.keys()):
+        raise ValueError(f"expected settings out of {sorted(known)}, got {unknown}")
+    return LayersCase(**{name: type(known[name])(text) for name, text in given.items()})
+
+
+def argument(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An argument of this shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 class _Dense:

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import math
-import pkgutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 
 from kvjax.cli.output_files import output_file
+from pallas_kernels.cases.case import Case, Step
 from pallas_kernels.cases.find import case_types
-from scripts.kernel_bench import measure, ops, report
+from scripts.kernel_bench import measure, report
 from scripts.kernel_bench.case import BenchCase, Sizes, bench_cases
 from scripts.kernel_bench.platform import Platform
 
@@ -38,25 +37,16 @@ class Found:
     rows: list[report.Row] = field(default_factory=list)
 
 
-def op_names() -> list[str]:
-    """Of pallas_kernels, and the modules of `ops`."""
-    return sorted({*case_types(), *(module.name for module in pkgutil.iter_modules(ops.__path__))})
-
-
-def all_cases(names: Sequence[str], sizes: Sizes) -> Iterator[BenchCase]:
+def all_cases(names: Iterable[str], sizes: Sizes) -> Iterator[BenchCase]:
     """The cases of these ops."""
-    types = case_types()
     for name in names:
-        if name in types:
-            yield from bench_cases(types[name], sizes)
-            continue
-        yield from importlib.import_module(f"scripts.kernel_bench.ops.{name}").cases(sizes)
+        yield from bench_cases(case_types()[name], sizes)
 
 
 def parser(doc: str, platform: Platform) -> argparse.ArgumentParser:
     """The options that both scripts have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--op", action="append", choices=op_names(), help="repeatable; default: all")
+    made.add_argument("--op", action="append", choices=sorted(case_types()), help="repeatable; default: all")
     made.add_argument(
         "--shape", action="append", metavar="NAME", help="of the op's shapes.py; repeatable; default: all"
     )
@@ -92,22 +82,23 @@ def picked(options: argparse.Namespace, platform: Platform) -> list[BenchCase]:
         raise ValueError(f"expected --budget of more than 0 minutes, got {options.budget}")
     found = []
     for page in options.page or platform.pages:
-        sizes = Sizes(platform.name, page, options.dtype, options.shards, options.batch, options.context)
-        found += all_cases(options.op or op_names(), sizes)
+        step = Step(options.batch, options.context)
+        sizes = Sizes(platform.name, page, options.dtype, options.shards, step)
+        found += all_cases(options.op or sorted(case_types()), sizes)
     wanted = [
         case
         for case in found
-        if (options.shape is None or case.shape in options.shape)
+        if (options.shape is None or case.model in options.shape)
         and (options.kind is None or case.kind in options.kind)
     ]
     if not wanted:
-        names = sorted({case.shape for case in found})
+        names = sorted({case.model for case in found})
         raise ValueError(
             f"no case is of {options.shape or 'any shape'} and {options.kind or 'any kind'}; shapes: {names}"
         )
-    first: dict[tuple[Any, ...], BenchCase] = {}
+    first: dict[Case, BenchCase] = {}
     for case in wanted:
-        first.setdefault(case.key, case)
+        first.setdefault(case.case, case)
     return list(first.values())
 
 

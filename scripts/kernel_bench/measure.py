@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.cases.case import Arguments
+from pallas_kernels.cases.case import Arguments, Case
 from pallas_kernels.cases.compare import excess
+from pallas_kernels.interpret import interpreted
 from scripts.kernel_bench.case import BenchCase
 from scripts.kernel_bench.chain import Call, Chain, num_rotated
 from scripts.kernel_bench.platform import Platform, Rival
@@ -26,9 +27,9 @@ _ROTATED_IN_SMALL = 2
 
 def dry_run(case: BenchCase, platform: Platform, *, by_reference: bool = False) -> Iterator[Row]:
     """The kernel interpreted, or the reference where there is no kernel, at the case's small size."""
-    small = case.small()
+    small = case.small
     if not by_reference:
-        with platform.interpreted():
+        with interpreted(platform.name):
             calls = platform.interpreted_calls
             run = functools.partial(_chained_excess, small, platform.name, calls)
             found = _attempt(case, f"{KERNEL}, interpreted", lambda: {"excess": run()})
@@ -39,14 +40,15 @@ def dry_run(case: BenchCase, platform: Platform, *, by_reference: bool = False) 
 
 
 def on_device(
-    case: BenchCase, platform: Platform, peaks: Peaks, repeats: int, rivals: bool, time_reference: bool = False
+    bench: BenchCase, platform: Platform, peaks: Peaks, repeats: int, rivals: bool, time_reference: bool = False
 ) -> Iterator[Row]:
     """The kernel compared with the reference and timed; then the rivals, and the reference if asked for."""
+    case = bench.case
     seeds = range(num_rotated(case.work.num_bytes, platform.cache_bytes))
     try:
         rotated = [case.arguments(seed) for seed in seeds]
     except RuntimeError as error:
-        yield row(case, KERNEL, note=f"{FAILED}, no room for its arguments: {_short(error)}")
+        yield row(bench, KERNEL, note=f"{FAILED}, no room for its arguments: {_short(error)}")
         return
 
     def timed(backend: str) -> dict[str, Any]:
@@ -57,18 +59,18 @@ def on_device(
         found = _once(functools.partial(case.call, platform.name), rotated[0])
         return _compared(case, rotated[0], found) | timed(platform.name)
 
-    yield _attempt(case, KERNEL, kernel)
+    yield _attempt(bench, KERNEL, kernel)
     if time_reference:
         rotated = [case.arguments(seed) for seed in seeds] if case.writes else rotated
-        yield _attempt(case, "reference", lambda: timed("reference"))
+        yield _attempt(bench, "reference", lambda: timed("reference"))
     if rivals:
         rotated = [case.arguments(seed) for seed in seeds] if case.writes else rotated
-        for rival in platform.rivals(case):
+        for rival in platform.rivals(bench.case):
             run = functools.partial(_rival, rival, case, platform, rotated, repeats)
-            yield _attempt(case, rival.name, lambda run=run: {**run(), "peaks": peaks})
+            yield _attempt(bench, rival.name, lambda run=run: {**run(), "peaks": peaks})
 
 
-def _compared(case: BenchCase, arguments: Arguments, found: Any) -> dict[str, Any]:
+def _compared(case: Case, arguments: Arguments, found: Any) -> dict[str, Any]:
     """Next to the reference, or why there is none: at full size memory may not hold its intermediate arrays."""
     try:
         expected = _once(functools.partial(case.call, "reference"), arguments)
@@ -77,7 +79,7 @@ def _compared(case: BenchCase, arguments: Arguments, found: Any) -> dict[str, An
     return {"excess": excess(found, expected)}
 
 
-def _rival(rival: Rival, case: BenchCase, platform: Platform, rotated: list[Arguments], repeats: int) -> dict[str, Any]:
+def _rival(rival: Rival, case: Case, platform: Platform, rotated: list[Arguments], repeats: int) -> dict[str, Any]:
     """Compared where it is a JAX function, and timed."""
     if rival.call is None:
         return {"timing": rival.time([rival.prepare(a) for a in rotated], repeats), "note": rival.note}
@@ -103,7 +105,7 @@ def _once(call: Call, arguments: Arguments) -> Any:
     return jax.block_until_ready(jax.jit(call)(arguments.pages, arguments.rest))
 
 
-def _chained_excess(case: BenchCase, backend: str, num_calls: int = _ROTATED_IN_SMALL) -> float:
+def _chained_excess(case: Case, backend: str, num_calls: int = _ROTATED_IN_SMALL) -> float:
     """Of a chain of so many calls, all of them; the expected results are single calls of the reference."""
     seeds = range(num_calls)
     reference = jax.jit(functools.partial(case.call, "reference"))

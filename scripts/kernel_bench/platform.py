@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.cases.case import Arguments
-from scripts.kernel_bench.case import BenchCase
+from pallas_kernels.cases.case import Arguments, Case
 from scripts.kernel_bench.chain import Call, Chain
 from scripts.kernel_bench.report import Peaks
 from scripts.kernel_bench.timing import Timing
@@ -40,8 +38,7 @@ class Platform:
     peaks: Callable[[jax.Device], Peaks]
     time: Callable[[Chain, int], Timing]
     interpreted_calls: int  # of one program that the interpreter can run
-    interpreted: Callable[[], AbstractContextManager[None]]
-    rivals: Callable[[BenchCase], Iterable[Rival]]
+    rivals: Callable[[Case], Iterable[Rival]]
 
     def device(self) -> jax.Device | None:
         """One, where this machine has one."""

@@ -53,8 +53,8 @@ def row(
     note: str = "",
 ) -> Row:
     """Of one run; shares where there are a time and a device."""
-    work = case.work
-    found = Row(case.name, case.op, by, work.num_bytes, work.flops, excess=excess, note=note)
+    work = case.case.work
+    found = Row(case.name, case.case.op, by, work.num_bytes, work.flops, excess=excess, note=note)
     if timing is None:
         return found
     seconds = timing.median_us / 1e6

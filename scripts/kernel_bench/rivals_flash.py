@@ -11,17 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.cases.case import Arguments
+from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from scripts.kernel_bench import rivals_torch
-from scripts.kernel_bench.ops import ragged_paged_attention as attention
 from scripts.kernel_bench.timing import Timing
 
 _WORKSPACE_BYTES = 256 << 20
 
-# Makes a call without arguments of a setting, torch tensors (q, K pages, V pages) and (tables, lengths, starts).
-Paged = Callable[[attention.Setting, tuple[Any, ...], tuple[Any, ...]], Callable[[], Any]]
+# Makes a call without arguments of a case, torch tensors (q, K pages, V pages) and (tables, lengths, starts).
+Paged = Callable[[AttentionCase, tuple[Any, ...], tuple[Any, ...]], Callable[[], Any]]
 
 
-def time(make: Paged, setting: attention.Setting, rotated: list[Arguments], repeats: int) -> Timing:
+def time(make: Paged, case: AttentionCase, rotated: list[Arguments], repeats: int) -> Timing:
     """Samples of batches of calls, each on the next of the rotated arguments.
 
     Raises:
@@ -32,14 +32,14 @@ def time(make: Paged, setting: attention.Setting, rotated: list[Arguments], repe
         raise NotImplementedError("torch without CUDA")
     calls = []
     for arguments in rotated:
-        q, (tables, lengths, starts, _), _ = arguments.rest
+        q, (tables, lengths, starts, _), *_ = arguments.rest
         arrays = tuple(torch.from_dlpack(array) for array in (q, *arguments.pages))
         step = tuple(torch.from_dlpack(array) for array in (tables, lengths, starts))
-        calls.append(make(setting, arrays, step))
+        calls.append(make(case, arrays, step))
     return rivals_torch.by_events(calls, repeats)
 
 
-def flashinfer(setting: attention.Setting, arrays: tuple[Any, ...], step: tuple[Any, ...]) -> Callable[[], Any]:
+def flashinfer(case: AttentionCase, arrays: tuple[Any, ...], step: tuple[Any, ...]) -> Callable[[], Any]:
     """Its decode or prefill wrapper, planned for the step."""
     try:
         import flashinfer as library
@@ -48,21 +48,21 @@ def flashinfer(setting: attention.Setting, arrays: tuple[Any, ...], step: tuple[
     torch = rivals_torch.installed()
     q, k_pages, v_pages = arrays
     tables, lengths, starts = step
-    page = setting.step.page
+    page = case.page
     counts = (lengths + page - 1) // page
     first = torch.nn.functional.pad(torch.cumsum(counts, 0), (1, 0)).int()
     named = torch.cat([row[:count] for row, count in zip(tables, counts.tolist(), strict=True)])
     pages = (first, named, ((lengths - 1) % page + 1).int())
-    sizes = (setting.num_q_heads, setting.num_kv_heads, setting.shape.head_dim, page)
+    sizes = (case.heads, case.kv_heads, case.head_dim, page)
     options = {
-        "sm_scale": setting.shape.sm_scale,
-        "window_left": -1 if setting.shape.sliding_window is None else setting.shape.sliding_window - 1,
-        "logits_soft_cap": setting.shape.soft_cap,
+        "sm_scale": case.scale,
+        "window_left": case.window - 1 if case.window else -1,
+        "logits_soft_cap": case.soft_cap or None,
         "q_data_type": q.dtype,
         "kv_data_type": k_pages.dtype,
     }
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    if setting.step.num_tokens == len(setting.step.rows):
+    if case.tokens == case.seqs:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
         wrapper.plan(*pages, *sizes, **options)
     else:
@@ -71,7 +71,7 @@ def flashinfer(setting: attention.Setting, arrays: tuple[Any, ...], step: tuple[
     return lambda: wrapper.run(q, (k_pages, v_pages))
 
 
-def flash_attention(setting: attention.Setting, arrays: tuple[Any, ...], step: tuple[Any, ...]) -> Callable[[], Any]:
+def flash_attention(case: AttentionCase, arrays: tuple[Any, ...], step: tuple[Any, ...]) -> Callable[[], Any]:
     """FlashAttention 3 over pages."""
     try:
         from flash_attn_interface import flash_attn_with_kvcache
@@ -79,14 +79,13 @@ def flash_attention(setting: attention.Setting, arrays: tuple[Any, ...], step: t
         raise NotImplementedError("FlashAttention 3 (flash_attn_interface) is not installed") from error
     q, k_pages, v_pages = arrays
     tables, lengths, starts = step
-    window = setting.shape.sliding_window
     options = {
-        "softmax_scale": setting.shape.sm_scale,
+        "softmax_scale": case.scale,
         "causal": True,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
-        "softcap": setting.shape.soft_cap or 0.0,
+        "window_size": (case.window - 1, 0) if case.window else (-1, -1),
+        "softcap": case.soft_cap,
         "cu_seqlens_q": starts,
-        "max_seqlen_q": max(q_len for q_len, _ in setting.step.rows),
+        "max_seqlen_q": max(q_len for q_len, _ in case.step_rows),
         "cache_seqlens": lengths,
         "page_table": tables,
     }

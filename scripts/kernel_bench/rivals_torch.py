@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.cases.case import Arguments
-from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
+from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from scripts.kernel_bench.timing import Timing
 
 _CALLS_PER_SAMPLE = 20
 
-# Makes a call of (q, k, v) [batch, heads, tokens, D] out of a shape and (query tokens, tokens).
-Attention = Callable[[AttentionShape, int, int], Callable[[Any, Any, Any], Any]]
+# Makes a call of (q, k, v) [batch, heads, tokens, D] out of a case and (query tokens, tokens).
+Attention = Callable[[AttentionCase, int, int], Callable[[Any, Any, Any], Any]]
 
 
-def time(attention: Attention, shape: AttentionShape, rotated: list[Arguments], repeats: int) -> Timing:
+def time(attention: Attention, case: AttentionCase, rotated: list[Arguments], repeats: int) -> Timing:
     """Samples of batches of calls, each on the next of the rotated arguments, between two events.
 
     Raises:
@@ -29,7 +29,7 @@ def time(attention: Attention, shape: AttentionShape, rotated: list[Arguments], 
     if not torch.cuda.is_available():
         raise NotImplementedError("torch without CUDA")
     inputs = [tensors(arguments) for arguments in rotated]
-    call = attention(shape, inputs[0][0].shape[2], inputs[0][1].shape[2])
+    call = attention(case, inputs[0][0].shape[2], inputs[0][1].shape[2])
     return by_events([functools.partial(call, *arrays) for arrays in inputs], repeats)
 
 
@@ -70,30 +70,30 @@ def tensors(arguments: Arguments) -> tuple[Any, Any, Any]:
     return tuple(torch.from_dlpack(array).transpose(1, 2).contiguous() for array in arrays)
 
 
-def sdpa(shape: AttentionShape, q_len: int, length: int) -> Callable[[Any, Any, Any], Any]:
+def sdpa(case: AttentionCase, q_len: int, length: int) -> Callable[[Any, Any, Any], Any]:
     """torch.nn.functional.scaled_dot_product_attention, whichever of its kernels it takes."""
-    if shape.sliding_window is not None and q_len > 1:
+    if case.window and q_len > 1:
         raise NotImplementedError("windows need a mask as large as the scores")
     attend = installed().nn.functional.scaled_dot_product_attention
-    options = {"scale": shape.sm_scale, "is_causal": q_len == length > 1, "enable_gqa": True}
+    options = {"scale": case.scale, "is_causal": q_len == length > 1, "enable_gqa": True}
     return lambda q, k, v: attend(q, k, v, **options)
 
 
-def flex(shape: AttentionShape, q_len: int, length: int) -> Callable[[Any, Any, Any], Any]:
+def flex(case: AttentionCase, q_len: int, length: int) -> Callable[[Any, Any, Any], Any]:
     """FlexAttention, compiled, with a mask of blocks."""
     torch = installed()
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    past, window = length - q_len, shape.sliding_window
+    past = length - q_len
 
     def is_visible(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
         causal = key <= query + past
-        return causal if window is None else causal & (query + past - key < window)
+        return causal & (query + past - key < case.window) if case.window else causal
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mask = create_block_mask(is_visible, None, None, q_len, length, device=device)
     attend = torch.compile(flex_attention) if device == "cuda" else flex_attention
-    return lambda q, k, v: attend(q, k, v, block_mask=mask, scale=shape.sm_scale, enable_gqa=True)
+    return lambda q, k, v: attend(q, k, v, block_mask=mask, scale=case.scale, enable_gqa=True)
 
 
 ATTENTIONS: dict[str, Attention] = {"torch sdpa": sdpa, "torch flex_attention": flex}

@@ -15,75 +15,68 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cases.case import Arguments
+from pallas_kernels.cases.case import Arguments, Case
 from pallas_kernels.checks import page_tokens
-from scripts.kernel_bench.case import BenchCase
-from scripts.kernel_bench.ops import ragged_paged_attention as attention
+from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from scripts.kernel_bench.platform import Rival
 
 _COMPUTE_BLOCK_TOKENS = 512
 
 
-def rivals(case: BenchCase) -> Iterator[Rival]:
+def rivals(case: Case) -> Iterator[Rival]:
     """Of attention alone."""
-    if case.op == attention.OP:
-        split = functools.partial(split_pages, case.setting)
-        decode = functools.partial(_decode, case.setting, case.sizes.page)
-        yield Rival("jax ragged_paged_attn", functools.partial(_combined, case.setting), _ragged(case.setting))
+    if isinstance(case, AttentionCase):
+        split, decode = functools.partial(split_pages, case), functools.partial(_decode, case)
+        yield Rival("jax ragged_paged_attn", functools.partial(_combined, case), functools.partial(_ragged, case))
         yield Rival("jax paged_attention", lambda a: Arguments(split(a.pages), a.rest), decode)
 
 
-def split_pages(setting: attention.Setting, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+def split_pages(case: AttentionCase, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     """(K, V), [heads, pages, page_size, D] each, of packed pages."""
-    flat = _rows_of_tokens(setting, pages)
-    heads = flat[:, :, : 2 * setting.num_kv_heads, : setting.shape.head_dim]
+    flat = _rows_of_tokens(case, pages)
+    heads = flat[:, :, : 2 * case.kv_heads, : case.head_dim]
     return heads[:, :, 0::2].transpose(2, 0, 1, 3), heads[:, :, 1::2].transpose(2, 0, 1, 3)
 
 
-def _combined(setting: attention.Setting, arguments: Arguments) -> Arguments:
+def _combined(case: AttentionCase, arguments: Arguments) -> Arguments:
     """The packed pages with K and V of the heads on one axis."""
-    flat = _rows_of_tokens(setting, arguments.pages)
-    return Arguments((flat[:, :, : 2 * setting.num_kv_heads],), arguments.rest)
+    flat = _rows_of_tokens(case, arguments.pages)
+    return Arguments((flat[:, :, : 2 * case.kv_heads],), arguments.rest)
 
 
-def _rows_of_tokens(setting: attention.Setting, pages: tuple[jax.Array, ...]) -> jax.Array:
+def _rows_of_tokens(case: AttentionCase, pages: tuple[jax.Array, ...]) -> jax.Array:
     """Packed pages as [pages, page_size, K0 V0 K1 V1 ... and padding, lanes]."""
     (packed,) = pages
-    return packed.reshape(packed.shape[0], page_tokens(pages, setting.num_kv_heads), -1, packed.shape[-1])
+    return packed.reshape(packed.shape[0], page_tokens(pages, case.kv_heads), -1, packed.shape[-1])
 
 
-def _ragged(setting: attention.Setting) -> Any:
-    def call(pages: Any, rest: Any) -> tuple[Any, tuple[()]]:
-        from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+def _ragged(case: AttentionCase, pages: Any, rest: Any) -> tuple[Any, tuple[()]]:
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-        _refuse(setting, sinks=rest[2], window=None)
-        q, (tables, lengths, starts, distribution), _ = rest
-        if q.shape[-1] != pages[0].shape[-1]:
-            raise NotImplementedError(f"head dimensions of {pages[0].shape[-1]} alone, got {q.shape[-1]}")
-        options = {
-            "sm_scale": setting.shape.sm_scale,
-            "sliding_window": setting.shape.sliding_window,
-            "soft_cap": setting.shape.soft_cap,
-        }
-        return ragged_paged_attention(q, pages[0], lengths, tables, starts, distribution[2:], **options), ()
-
-    return call
+    _refuse(case)
+    q, (tables, lengths, starts, distribution), *_ = rest
+    if q.shape[-1] != pages[0].shape[-1]:
+        raise NotImplementedError(f"head dimensions of {pages[0].shape[-1]} alone, got {q.shape[-1]}")
+    options = {"sm_scale": case.scale, "sliding_window": case.window or None, "soft_cap": case.soft_cap or None}
+    return ragged_paged_attention(q, pages[0], lengths, tables, starts, distribution[2:], **options), ()
 
 
-def _decode(setting: attention.Setting, page: int, pages: Any, rest: Any) -> tuple[Any, tuple[()]]:
+def _decode(case: AttentionCase, pages: Any, rest: Any) -> tuple[Any, tuple[()]]:
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
-    _refuse(setting, sinks=rest[2], window=setting.shape.sliding_window)
-    if setting.step.num_tokens != len(setting.step.rows):
+    _refuse(case)
+    if case.window:
+        raise NotImplementedError("no windows")
+    if case.tokens != case.seqs:
         raise NotImplementedError("decode alone")
-    q, (tables, lengths, _, _), _ = rest
+    q, (tables, lengths, *_), *_ = rest
     out = paged_attention(
-        q * jnp.asarray(setting.shape.sm_scale, q.dtype),
+        q * jnp.asarray(case.scale, q.dtype),
         *pages,
         lengths,
         tables,
-        attn_logits_soft_cap=setting.shape.soft_cap,
-        pages_per_compute_block=compute_block_pages(tables.shape[1], page),
+        attn_logits_soft_cap=case.soft_cap or None,
+        pages_per_compute_block=compute_block_pages(tables.shape[1], case.page),
     )
     return out, ()
 
@@ -94,6 +87,6 @@ def compute_block_pages(num_columns: int, page: int) -> int:
     return max(count for count in range(1, most + 1) if num_columns % count == 0)
 
 
-def _refuse(setting: attention.Setting, sinks: Any, window: int | None) -> None:
-    if sinks is not None or window is not None or setting.shape.attention_chunk_size is not None:
-        raise NotImplementedError("no sinks, chunks or, in paged_attention, windows")
+def _refuse(case: AttentionCase) -> None:
+    if case.sinks or case.chunk:
+        raise NotImplementedError("no sinks or chunks")

@@ -1,1 +1,1 @@
-"""What the tuners for TPU and GPU share: cases, the choice of sizes, and the run over both."""
+"""What the tuners for TPU and GPU share: entries, the choice of sizes, and the run over both."""

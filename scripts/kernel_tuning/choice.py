@@ -1,10 +1,10 @@
-"""Which sizes a case gets, by what was measured; the table of choices and the tuned file.
+"""Which sizes an entry gets, by what was measured; the table of choices and the tuned file.
 
-Flow:    Case + records -> [choose] -> Choice -> table, tuned file
+Flow:    Entry + records -> [choose] -> Choice -> table, tuned file
 
 What one measurement gives is a record, plain JSON: by part of the kernel (such as "decode" and "tiles", which have
 sizes of their own) `{"sizes": {...}, "cost": number or None, ...}`, or `{"error": text}`; "cost_at_latencies", where a
-part has it, is its cost by latency. The first candidate of a case is the kernel's formula: no sizes.
+part has it, is its cost by latency. The first candidate of an entry is the kernel's formula: no sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape
 from pallas_kernels.tuned import Table, key_of, read_table
-from scripts.kernel_tuning.cases import Case
+from scripts.kernel_tuning.entries import Entry
 
 Record = dict[str, Any]
 _COLUMNS = "{:30} {:7} {:38} {:>12} {:38} {:>12} {:>6}"
@@ -26,9 +26,9 @@ HEADER = _COLUMNS.format("case", "part", "formula", "cost", "best", "cost", "gai
 
 @dataclass(frozen=True)
 class Choice:
-    """What came of one part of one case."""
+    """What came of one part of one entry."""
 
-    case: Case
+    entry: Entry
     part: str
     formula: Record
     best: Record  # of least cost; the formula's where none beats it by the margin
@@ -47,10 +47,10 @@ class Choice:
     def row(self) -> str:
         """A line of the table."""
         cells = (cell for record in (self.formula, self.best) for cell in (words(record["sizes"]), _cost(record)))
-        return _COLUMNS.format(self.case.label, self.part, *cells, f"{self.gain:.1%}" if self.is_tuned else "kept")
+        return _COLUMNS.format(self.entry.label, self.part, *cells, f"{self.gain:.1%}" if self.is_tuned else "kept")
 
 
-def choose(case: Case, records: list[Record], margin: float) -> list[Choice]:
+def choose(entry: Entry, records: list[Record], margin: float) -> list[Choice]:
     """A choice for each part: the first of least cost, if that is at least `margin` (a share) below the formula's.
 
     A candidate that costs over `margin` more than the formula at any of its latencies is none.
@@ -64,7 +64,7 @@ def choose(case: Case, records: list[Record], margin: float) -> list[Choice]:
         costs = [record for record in costs if _loses_nowhere(record, start, margin)]
         best = min(costs, key=lambda record: record["cost"], default=start)
         beats = start["cost"] is not None and best["cost"] <= (1 - margin) * start["cost"]
-        chosen.append(Choice(case, part, start, best if beats else start))
+        chosen.append(Choice(entry, part, start, best if beats else start))
     return chosen
 
 
@@ -74,11 +74,11 @@ def _loses_nowhere(record: Record, formula: Record, margin: float) -> bool:
 
 
 def write_tuned(path: Path, by: str, size_names: tuple[str, ...], choices: Iterable[Choice]) -> None:
-    """Puts the choices into a tuned file: a case's entry is replaced, or taken out where the formula is kept."""
+    """Puts the choices into a tuned file: an entry is replaced, or taken out where the formula is kept."""
     old = read_table(path, OP, TunedShape._fields, size_names) if path.exists() else Table(OP, path.stem, by)
     sizes: dict[TunedShape, dict[str, int]] = {}
     for choice in choices:
-        sizes.setdefault(choice.case.shape, {}).update(choice.best["sizes"] if choice.is_tuned else {})
+        sizes.setdefault(choice.entry.shape, {}).update(choice.best["sizes"] if choice.is_tuned else {})
     entries = dict(old.entries)
     for shape, found in sizes.items():
         entries.pop(key_of(shape._asdict()), None)
@@ -93,8 +93,8 @@ def as_json(choices: Iterable[Choice]) -> str:
     """The choices with all their figures."""
     rows = [
         {
-            "case": choice.case.label,
-            "shape": choice.case.shape._asdict(),
+            "case": choice.entry.label,
+            "shape": choice.entry.shape._asdict(),
             "part": choice.part,
             "formula": choice.formula,
             "best": choice.best,

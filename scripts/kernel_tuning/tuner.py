@@ -1,6 +1,6 @@
-"""What both tuners run: every candidate of every case measured, results kept over an interruption.
+"""What both tuners run: every candidate of every entry measured, results kept over an interruption.
 
-Flow:    command line -> [parser, cases_of] -> cases -> candidates -> measure, kept in [Log] -> choices
+Flow:    command line -> [parser, entries_of] -> entries -> candidates -> measure, kept in [Log] -> choices
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pallas_kernels.tuned import Sizes
-from scripts.kernel_tuning.cases import Case, cases
 from scripts.kernel_tuning.choice import HEADER, Choice, Record, choose, words
+from scripts.kernel_tuning.entries import Entry, entries
 
 
 class Log:
@@ -38,37 +38,37 @@ class Log:
 
 
 def measured(
-    case: Case, wanted: Iterable[Sizes], measure: Callable[[Case, Sizes], Record], options: argparse.Namespace
+    entry: Entry, wanted: Iterable[Sizes], measure: Callable[[Entry, Sizes], Record], options: argparse.Namespace
 ) -> list[Record]:
     """A record for each candidate, out of `options.results` where it is there; the first alone if that one fails."""
     log, records = Log(options.results), []
     for sizes in wanted:
         if records and time.monotonic() > options.deadline:
-            print(f"{case.label}: no time for more than {len(records)} candidates", file=sys.stderr, flush=True)
+            print(f"{entry.label}: no time for more than {len(records)} candidates", file=sys.stderr, flush=True)
             break
-        name = " ".join([options.device, *map(str, case.shape), words(sizes)])
-        records.append(log.of(name, functools.partial(measure, case, sizes)))
+        name = " ".join([options.device, *map(str, entry.shape), words(sizes)])
+        records.append(log.of(name, functools.partial(measure, entry, sizes)))
         if "error" in records[-1]:
-            print(f"{case.label} {words(sizes)}: {records[-1]['error']}", file=sys.stderr, flush=True)
+            print(f"{entry.label} {words(sizes)}: {records[-1]['error']}", file=sys.stderr, flush=True)
         if "error" in records[0]:
             break
     return records
 
 
 def tune(
-    wanted: Iterable[Case],
-    candidates_of: Callable[[Case], Iterable[Sizes]],
-    measure: Callable[[Case, Sizes], Record],
+    wanted: Iterable[Entry],
+    candidates_of: Callable[[Entry], Iterable[Sizes]],
+    measure: Callable[[Entry, Sizes], Record],
     options: argparse.Namespace,
 ) -> list[Choice]:
-    """Measures every candidate of every case, and prints the choices as they are made."""
+    """Measures every candidate of every entry, and prints the choices as they are made."""
     chosen = []
     print(HEADER, flush=True)
-    for case in wanted:
+    for entry in wanted:
         if time.monotonic() > options.deadline:
-            print(f"{case.label}: no time", file=sys.stderr, flush=True)
+            print(f"{entry.label}: no time", file=sys.stderr, flush=True)
             continue
-        chosen += (choices := choose(case, measured(case, candidates_of(case), measure, options), options.margin))
+        chosen += (choices := choose(entry, measured(entry, candidates_of(entry), measure, options), options.margin))
         print("\n".join(choice.row for choice in choices), flush=True)
     return chosen
 
@@ -93,7 +93,7 @@ def parser(doc: str, devices: Iterable[str]) -> argparse.ArgumentParser:
         metavar="MINUTES",
         help="after which no candidate is begun; --results goes on from there",
     )
-    made.add_argument("--list", action="store_true", help="print the cases and how many candidates each has, and stop")
+    made.add_argument("--list", action="store_true", help="print the entries and how many candidates they have")
     return made
 
 
@@ -105,20 +105,20 @@ def _deadline(text: str) -> float:
     return time.monotonic() + 60 * minutes
 
 
-def list_cases(options: argparse.Namespace, candidates_of: Callable[[Case], Iterable[Sizes]]) -> int:
+def list_entries(options: argparse.Namespace, candidates_of: Callable[[Entry], Iterable[Sizes]]) -> int:
     """What `--list` prints; the exit status."""
-    for case in cases_of(options):
-        print(f"{case.label}: {len(list(candidates_of(case)))} candidates")
+    for entry in entries_of(options):
+        print(f"{entry.label}: {len(list(candidates_of(entry)))} candidates")
     return 0
 
 
-def cases_of(options: argparse.Namespace) -> list[Case]:
-    """The cases that the options name.
+def entries_of(options: argparse.Namespace) -> list[Entry]:
+    """The entries that the options name.
 
     Raises:
-        SystemExit: there is no such case.
+        SystemExit: there is no such entry.
     """
     try:
-        return cases(options.model or ("llama3-8b", "llama3-70b"), options.tp or (1, 8), options.page or (128, 16))
+        return entries(options.model or ("llama3-8b", "llama3-70b"), options.tp or (1, 8), options.page or (128, 16))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None

@@ -6,6 +6,7 @@ python -m scripts.tpu_aot.compile_one --serve                     one for each l
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -13,7 +14,6 @@ import re
 import sys
 from typing import Any
 
-from scripts.aot.cases import parse_case
 from scripts.tpu_aot.chips import CHIPS, prepare_environment
 from scripts.tpu_aot.compiler import last_lines
 
@@ -55,11 +55,11 @@ def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
     import jax
     from jax.experimental import topologies
 
-    from scripts.tpu_aot.operations import OPERATIONS
+    from pallas_kernels.cases.case import argument_shapes
+    from scripts.aot.rooms import case_of
 
-    case_type, build = OPERATIONS[op]
-    case = parse_case(case_type, settings)
-    call, arguments = build(case)
+    case = case_of("tpu", op, settings)
+    call, arguments = functools.partial(case.call, "tpu"), tuple(argument_shapes(case))
     device = topologies.get_topology_desc(topology_name=CHIPS[chip].topology, platform="tpu").devices[0]
     mesh = jax.sharding.Mesh([device], ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.mask import MaskRule
-from scripts.aot.cases import parse_case
+from scripts.aot.rooms import mask_of
 from scripts.tpu_aot.bundles import Kernel
 from scripts.tpu_aot.chips import CHIPS, Chip
 from scripts.tpu_aot.compiler import Compilation
 from scripts.tpu_aot.latency import USUAL_LATENCY_S, Work
-from scripts.tpu_aot.operations import AttentionCase
 from scripts.tpu_aot.score import block_scores, kernel_name
 from scripts.tpu_aot.step_cost import launch_work
 
@@ -36,13 +34,13 @@ class Headline:
 
     name: str
     chip: str
+    op: str
     settings: tuple[str, ...]  # of the op's case
     unit: str
     tokens: int  # of the sequence; 512 of a block
     figure: float  # committed
     bar: float | None  # to be reached; None: there is none
     rivals: dict[str, float]  # their figures, by scripts/tpu_race.py
-    op: str = "attention"
 
     @property
     def case(self) -> tuple[str, str, tuple[str, ...]]:
@@ -124,7 +122,7 @@ def _of_hbm(headline: Headline, compilation: Compilation) -> float:
 def _prefill(headline: Headline, compilation: Compilation) -> float:
     kernel = _kernel(headline, compilation, is_decode=False)
     tokens = (headline.tokens, headline.tokens)
-    return launch_work(kernel, _mask(headline), _token_bytes(compilation), [tokens]).bundles / 1000
+    return _launch(headline, compilation, kernel, tokens).bundles / 1000
 
 
 def _bytes(headline: Headline, compilation: Compilation) -> float:
@@ -143,7 +141,13 @@ _UNITS: dict[str, Callable[[Headline, Compilation], float]] = {
 
 def _decode(headline: Headline, compilation: Compilation) -> Work:
     kernel = _kernel(headline, compilation, is_decode=True)
-    return launch_work(kernel, _mask(headline), _token_bytes(compilation), [(headline.tokens, 1)])
+    return _launch(headline, compilation, kernel, (headline.tokens, 1))
+
+
+def _launch(headline: Headline, compilation: Compilation, kernel: Kernel, sequence: tuple[int, int]) -> Work:
+    """The work of one sequence: (tokens, of which new)."""
+    mask = mask_of(headline.op, list(headline.settings))
+    return launch_work(kernel, mask, _token_bytes(compilation), [sequence])
 
 
 def _kernel(headline: Headline, compilation: Compilation, *, is_decode: bool) -> Kernel:
@@ -152,10 +156,6 @@ def _kernel(headline: Headline, compilation: Compilation, *, is_decode: bool) ->
             return kernel
     names = [kernel.name for kernel in compilation.kernels]
     raise ValueError(f"{headline.name}: expected a kernel of {'one query' if is_decode else 'tiles'}, got {names}")
-
-
-def _mask(headline: Headline) -> MaskRule:
-    return parse_case(AttentionCase, list(headline.settings)).mask
 
 
 def _chip(headline: Headline) -> Chip:

@@ -1,9 +1,6 @@
 """Every case that `tpu_compile_all.py` compiles: the ops over the model shapes that their packages list.
 
-Flow:    shapes.py of the ops + shards -> [shape_cases] -> ShapeCase -> compile_one
-
-An op gives its cases by a function of the number of shards in `SHAPE_CASES` of the module that has it in `OPERATIONS`;
-one that gives none is compiled at its defaults.
+Flow:    case types of the ops + shards -> [shape_cases] -> ShapeCase -> compile_one
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from scripts.tpu_aot.operations import OPERATIONS, SHAPE_CASES
+from scripts.aot.rooms import compiled_types, shape_settings
 
 MAX_SHARDS = 8
 
@@ -28,7 +25,7 @@ class ShapeCase:
 def shape_cases(ops: Iterable[str] | None = None, extra: tuple[str, ...] = ()) -> list[ShapeCase]:
     """The cases of `ops` (None: all) in order, those of equal settings once; `extra` settings go to every case."""
     found: dict[tuple[str, tuple[str, ...]], ShapeCase] = {}
-    for op in OPERATIONS if ops is None else ops:
+    for op in compiled_types("tpu") if ops is None else ops:
         for label, settings in _of_op(op):
             case = ShapeCase(op, label, (*settings, *extra))
             found.setdefault((op, case.settings), case)
@@ -46,9 +43,7 @@ def subset(cases: list[ShapeCase], chips: tuple[str, ...], per_op: int = 4) -> l
 
 
 def _of_op(op: str) -> Iterator[tuple[str, list[str]]]:
-    if op not in SHAPE_CASES:
-        yield "default", []
-        return
+    case_type = compiled_types("tpu")[op]
     for num_shards in range(1, MAX_SHARDS + 1):
-        for label, settings in SHAPE_CASES[op](num_shards):
+        for label, settings in shape_settings(case_type, num_shards):
             yield f"{label} / {num_shards}", settings

@@ -1,4 +1,4 @@
-"""Random steps for attention: ragged sequences over pages in random order, with NaN wherever nobody may look."""
+"""The op on hard steps of attention by the reference, next to the oracle; what tests of any attention share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import chex
@@ -18,129 +17,17 @@ from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.cases import steps
 from pallas_kernels.cases.compare import TOLERANCE
 from pallas_kernels.cases.numbers import random_values
-from pallas_kernels.cases.pages import by_token
-from pallas_kernels.layouts import attention_layout
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.oracle import Options, attention, unpacked, visible_keys
+from pallas_kernels.ragged_paged_attention.hard_steps import Case, Shape, make_case
+from pallas_kernels.ragged_paged_attention.oracle import Options
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Static shape of a step: what decides about a compilation."""
-
-    num_tokens: int = 24  # T
-    num_rows: int = 5  # S
-    num_columns: int = 12  # P
-    page_size: int = 4
-    num_q_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    head_dim_v: int | None = None
-    q_dtype: str = "float32"
-    kv_dtype: str = "float32"
-    platform: str = "cpu"  # "tpu": packed pages
-
-
-@dataclass(frozen=True)
-class Case:
-    """Arguments of one call, as numpy."""
-
-    shape: Shape
-    q: np.ndarray
-    pages: tuple[np.ndarray, ...]
-    block_tables: np.ndarray
-    seq_lens: np.ndarray
-    query_start_loc: np.ndarray
-    distribution: np.ndarray
-
-    @property
-    def arrays(self) -> tuple:
-        """The op's positional arguments as jax arrays."""
-        pages = tuple(jnp.asarray(p) for p in self.pages)
-        rest = (self.block_tables, self.seq_lens, self.query_start_loc, self.distribution)
-        return (jnp.asarray(self.q), pages, *(jnp.asarray(x) for x in rest))
-
-    def of_rank(self, rank: int, size: int) -> Case:
-        """What a rank of context parallelism has, by the words of the contract; a page here is a column there."""
-        own = range(rank, self.shape.page_size, size)
-
-        def of_own(pages: np.ndarray) -> np.ndarray:
-            tokens = pages.reshape(pages.shape[0], self.shape.page_size, -1)[:, own]  # rows hold one token, or more
-            return tokens.reshape(pages.shape[0], pages.shape[1] // size, *pages.shape[2:])
-
-        return dataclasses.replace(self, pages=tuple(of_own(pages) for pages in self.pages))
-
-    def expected(self, options: Options) -> tuple[np.ndarray, np.ndarray]:
-        """(out, lse) of the oracle."""
-        k, v = unpacked(self.pages, self.shape.num_kv_heads, self.shape.head_dim)
-        meta = (self.block_tables, self.seq_lens, self.query_start_loc, int(self.distribution[2]))
-        return attention(self.q, k, v, *meta, options)
+__all__ = ["Case", "Shape", "make_case", "random_values"]
 
 
 def random_rows(rng: np.random.Generator, shape: Shape) -> list[tuple[int, int]]:
     """Rows that fit the shape."""
     return steps.random_rows(rng, shape.num_tokens, shape.num_rows, shape.num_columns * shape.page_size)
-
-
-def make_case(
-    seed: int,
-    shape: Shape,
-    rows: Sequence[tuple[int, int]] | None = None,
-    options: Options = Options(),  # noqa: B008
-    shared_columns: int = 0,  # first columns of the tables in which all sequences name the same pages
-) -> Case:
-    """A step of `rows`, whose pages hold NaN (int8: 127) in every slot that no query of its sequence sees.
-
-    Pages that no query of the sequence sees are the null page in the table, as the managers leave them.
-    """
-    rng = np.random.default_rng(seed)
-    rows = random_rows(rng, shape) if rows is None else rows
-    longest, page_size = shape.num_columns * shape.page_size, shape.page_size
-    assert len(rows) <= shape.num_rows
-    assert sum(q for q, _ in rows) <= shape.num_tokens
-    assert all(n <= longest for _, n in rows)
-    num_pages = 1 + shape.num_rows * shape.num_columns + 3
-    layout = attention_layout(
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        head_dim_v=shape.head_dim_v,
-        page_size=page_size,
-        dtype=shape.kv_dtype,
-        platform=shape.platform,
-    )
-    seen = np.zeros((num_pages, page_size), bool)
-    tables = np.zeros((shape.num_rows, shape.num_columns), np.int32)
-    free = rng.permutation(np.arange(1, num_pages))
-    common, free = free[:shared_columns], free[shared_columns:]
-    for s, (q_len, seq_len) in enumerate(rows):
-        keys = sorted({k for pos in range(seq_len - q_len, seq_len) for k in visible_keys(pos, seq_len, options)})
-        for column in sorted({k // page_size for k in keys}):
-            if column < shared_columns:
-                tables[s, column] = common[column]
-            else:
-                tables[s, column], free = free[0], free[1:]
-        for k in keys:
-            seen[tables[s, k // page_size], k % page_size] = True
-    pages = []
-    for array in layout.arrays:
-        values = random_values(rng, array.shape(num_pages), array.dtype)
-        hidden = 127 if array.dtype == "int8" else np.nan
-        slots = by_token(values, shape.num_kv_heads) if shape.platform == "tpu" else values
-        slots[~seen] = np.array(hidden).astype(values.dtype)
-        values[0] = np.zeros((), values.dtype)
-        pages.append(values)
-    q_lens = [q for q, _ in rows] + [0] * (shape.num_rows - len(rows))
-    num_decode = sum(q <= 1 for q, _ in rows)
-    return Case(
-        shape=shape,
-        q=random_values(rng, (shape.num_tokens, shape.num_q_heads, shape.head_dim), shape.q_dtype),
-        pages=tuple(pages),
-        block_tables=tables,
-        seq_lens=np.array([n for _, n in rows] + [0] * (shape.num_rows - len(rows)), np.int32),
-        query_start_loc=np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
-        distribution=np.array([num_decode, num_decode, len(rows)], np.int32),
-    )
 
 
 def run(case: Case, options: Options, **extra: Any) -> AttentionOutput:

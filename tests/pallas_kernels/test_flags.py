@@ -6,8 +6,7 @@ Cases are those of the benchmarks, one of each op and kind of step, at their sma
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
@@ -17,38 +16,31 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import BACKENDS
+from pallas_kernels.cases.case import Case, Step, most_shards, of_step
 from pallas_kernels.cases.compare import excess
-from pallas_kernels.interpret.quick_callbacks import QUICK_COMPILE, quick_callbacks
+from pallas_kernels.cases.find import case_types
+from pallas_kernels.interpret import interpreted
+from pallas_kernels.interpret.quick_callbacks import QUICK_COMPILE
 from pallas_kernels.page_ops import zero_pages
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
-from scripts import bench_gpu, bench_tpu
-from scripts.kernel_bench import driver
-from scripts.kernel_bench.case import BenchCase, Sizes
 from tests.flags import FLAGS, OF_TRACING, ROUNDS_ELSEWHERE
 from tests.pallas_kernels.cases import Shape, as_bytes, make_case
 
 LAYOUTS = {"tpu": "tpu", "gpu": "gpu", "triton": "gpu"}  # of backends whose pages are not those of a CPU
 
 
-@contextmanager
-def interpreted_on_gpu() -> Iterator[None]:
-    with bench_gpu.GPU.interpreted(), quick_callbacks():
-        yield
-
-
-INTERPRETED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "tpu": bench_tpu.TPU.interpreted,
-    "gpu": interpreted_on_gpu,
-}
-
-
 @functools.cache
-def cases(layout: str) -> dict[str, BenchCase]:
-    """By op and kind of step, the first of each."""
-    found: dict[str, BenchCase] = {}
-    for case in driver.all_cases(driver.op_names(), Sizes(layout, page=16)):
-        found.setdefault(f"{case.op} {case.kind}", case)
-    return {name: case.small() for name, case in found.items()}
+def cases(layout: str) -> dict[str, Case]:
+    """By op and kind of step, of the first layer that has it."""
+    found: dict[str, Case] = {}
+    for op, case_type in case_types().items():
+        for shape in case_type.shapes:
+            for kind in case_type.kinds_of(shape):
+                if f"{op} {kind}" not in found:
+                    given = {"platform": layout, "page": 16, "dtype": "bfloat16", "q_dtype": "bfloat16"}
+                    given["num_shards"] = most_shards(case_type, shape)
+                    found[f"{op} {kind}"] = of_step(case_type, shape, kind, Step(small=True), **given)
+    return found
 
 
 def call_of(name: str, backend: str) -> tuple[Callable[..., Any], Any]:
@@ -73,8 +65,8 @@ def traced(name: str, backend: str) -> str:
 
 def compute(backend: str, function: Callable[..., Any], arguments: Any) -> Any:
     """Jitted; interpreters' programs are compiled as quickly as may be."""
-    options = QUICK_COMPILE if backend in INTERPRETED else None
-    with INTERPRETED.get(backend, nullcontext)():
+    options = QUICK_COMPILE if backend in ("tpu", "gpu") else None
+    with interpreted(backend):
         return jax.block_until_ready(outcome(jax.jit(function, compiler_options=options), arguments))
 
 

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cases.case import Arguments
+from pallas_kernels.cases.case import Arguments, Results, Step, of_step
 from pallas_kernels.cases.compare import excess
 from pallas_kernels.kv_write.cases import WriteCase
+from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from scripts import bench_gpu
 from scripts.kernel_bench import gpu_timing, measure, report, rivals_flash, rivals_gpu, rivals_torch, roofline, timing
-from scripts.kernel_bench.case import BenchCase, Sizes, bench_case
+from scripts.kernel_bench.case import Sizes, bench_case
 from scripts.kernel_bench.chain import Chain
-from scripts.kernel_bench.ops import ragged_paged_attention as attention
 from scripts.kernel_bench.timing import Timing
 
-SIZES = Sizes("gpu", 4, "float32", small=True)
+SIZES = Sizes("gpu", 4, "float32", step=Step(small=True))
 
 
-def attention_case(kind: str, **options: int) -> BenchCase:
-    return attention.case(kind, AttentionShape("x", "x", 4, 2, 16, **options), SIZES)
+def attention_case(kind: str, **options: int) -> AttentionCase:
+    shape = AttentionShape("x", "x", 4, 2, 16, **options)
+    return of_step(AttentionCase, shape, kind, SIZES.step, **SIZES.given)
 
 
 def test_a_dry_run_has_sizes_and_no_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -86,15 +87,13 @@ def test_no_case_begins_after_the_budget(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_op_without_a_kernel_says_so_and_runs_the_reference() -> None:
-    shape = AttentionShape("x", "x", 4, 2, 16)
-    case = bench_case(WriteCase, "decode", shape, SIZES)
+    class WithoutKernel(WriteCase):
+        def call(self, backend: str, pages: Any, rest: Any) -> Results:
+            if backend == "gpu":
+                raise NotImplementedError("kv_write: there is no gpu kernel")
+            return super().call(backend, pages, rest)
 
-    def call(backend: str, pages: object, rest: object) -> object:
-        if backend == "gpu":
-            raise NotImplementedError("kv_write: there is no gpu kernel")
-        return WriteCase().call(backend, pages, rest)
-
-    case = replace(case, call=call, small=lambda: case)
+    case = bench_case(WithoutKernel, "decode", AttentionShape("x", "x", 4, 2, 16), SIZES)
     kernel, reference = measure.dry_run(case, bench_gpu.GPU)
     assert (kernel.by, kernel.note) == ("kernel, interpreted", "cannot: kv_write: there is no gpu kernel")
     assert (reference.by, reference.excess) == ("reference", 0)
@@ -173,7 +172,7 @@ def test_upstreams_decode_is_given_the_same_numbers(monkeypatch: pytest.MonkeyPa
     case = attention_case("decode")
     given = case.arguments(0)
     rival = next(rival for rival in rivals_gpu.rivals(case) if rival.name == "jax paged_attention")
-    found, _ = rivals_gpu.decode(case.setting, *rival.prepare(given))
+    found, _ = rivals_gpu.decode(case, *rival.prepare(given))
     assert excess(found, case.call("reference", *given)[0]) <= 1
 
 
@@ -181,8 +180,8 @@ def test_upstreams_decode_is_given_the_same_numbers(monkeypatch: pytest.MonkeyPa
 def test_dense_attention_is_given_the_same_numbers(kind: str, window: int | None) -> None:
     case = attention_case(kind, **({} if window is None else {"sliding_window": window}))
     given = case.arguments(0)
-    kv, q = rivals_gpu.gathered(case.setting, given)
-    found, _ = rivals_gpu.dense(case.setting, kv, q, implementation="xla")
+    kv, q = rivals_gpu.gathered(case, given)
+    found, _ = rivals_gpu.dense(case, kv, q, implementation="xla")
     assert excess(found, case.call("reference", *given)[0]) <= 1
 
 
@@ -193,28 +192,28 @@ def test_torch_is_given_the_same_numbers(attend: str, kind: str, window: int | N
     pytest.importorskip("torch")
     case = attention_case(kind, **({} if window is None else {"sliding_window": window}))
     given = case.arguments(0)
-    q, k, v = rivals_torch.tensors(rivals_gpu.gathered(case.setting, given))
+    q, k, v = rivals_torch.tensors(rivals_gpu.gathered(case, given))
     make = rivals_torch.ATTENTIONS[attend]
     if window is not None and attend == "torch sdpa":
         with pytest.raises(NotImplementedError, match="windows need a mask"):
-            make(case.setting.shape, q.shape[2], k.shape[2])
+            make(case, q.shape[2], k.shape[2])
         return
-    found = make(case.setting.shape, q.shape[2], k.shape[2])(q, k, v).transpose(1, 2).reshape(-1, *q.shape[1::2])
+    found = make(case, q.shape[2], k.shape[2])(q, k, v).transpose(1, 2).reshape(-1, *q.shape[1::2])
     assert excess(np.asarray(found), case.call("reference", *given)[0]) <= 1
 
 
 def test_what_others_cannot_do_is_refused() -> None:
     mixed, windowed = attention_case("mixed"), attention_case("decode-32k", sliding_window=8)
     with pytest.raises(NotImplementedError, match="sequences of one length alone"):
-        rivals_gpu.gathered(mixed.setting, mixed.arguments(0))
+        rivals_gpu.gathered(mixed, mixed.arguments(0))
     with pytest.raises(NotImplementedError, match="decode alone"):
-        rivals_gpu._paged(mixed.setting, mixed.arguments(0))
+        rivals_gpu._paged(mixed, mixed.arguments(0))
     with pytest.raises(NotImplementedError, match="no sinks, windows or chunks"):
-        rivals_gpu.decode(windowed.setting, *windowed.arguments(0))
-    same = attention.case("decode-long", AttentionShape("x", "x", 4, 2, 16, sliding_window=8), SIZES)
+        rivals_gpu.decode(windowed, *windowed.arguments(0))
+    same = attention_case("decode-long", sliding_window=8)
     with pytest.raises(NotImplementedError, match="windows in prefill alone"):
-        rivals_gpu.gathered(same.setting, same.arguments(0))
-    assert not list(rivals_gpu.rivals(bench_case(WriteCase, "decode", AttentionShape("x", "x", 4, 2, 16), SIZES)))
+        rivals_gpu.gathered(same, same.arguments(0))
+    assert not list(rivals_gpu.rivals(WriteCase()))
 
 
 def test_a_rival_without_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,12 +225,12 @@ def test_a_rival_without_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_roofline(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     peaks = report.Peaks(2e12, 8e14, "measured")
-    case = attention_case("prefill")
-    rows = [report.row(case, by, Timing((us,), "cupti"), peaks) for by, us in (("kernel", 1.0), ("reference", 4.0))]
-    rows.append(report.row(case, "torch", note="cannot"))
-    found = roofline.points(rows)
+    bench = bench_case(AttentionCase, "prefill", AttentionShape("x", "x", 4, 2, 16), SIZES)
+    rows = [report.row(bench, by, Timing((us,), "cupti"), peaks) for by, us in (("kernel", 1.0), ("reference", 4.0))]
+    rows.append(report.row(bench, "torch", note="cannot"))
+    found, work = roofline.points(rows), bench.case.work
     assert set(found) == {"kernel", "reference"}
-    assert found["kernel"] == [(case.work.flops / case.work.num_bytes, pytest.approx(case.work.flops * 1e6))]
+    assert found["kernel"] == [(work.flops / work.num_bytes, pytest.approx(work.flops * 1e6))]
     assert (roofline.roof(peaks, 100), roofline.roof(peaks, 1000)) == (2e14, 8e14)
     roofline.plot(tmp_path / "x.png", rows, peaks, "a card")
     assert (tmp_path / "x.png").stat().st_size > 10_000
@@ -271,10 +270,10 @@ def test_flashinfer_is_given_the_same_numbers(kind: str, window: int | None, mon
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**dict.fromkeys(names, Wrapper)))
     case = attention_case(kind, **({} if window is None else {"sliding_window": window}))
     given = case.arguments(0)
-    q, (tables, lengths, starts, _), _ = given.rest
+    q, (tables, lengths, starts, _), *_ = given.rest
     arrays = tuple(torch.from_dlpack(array) for array in (q, *given.pages))
     step = tuple(torch.from_dlpack(array) for array in (tables, lengths, starts))
-    found = rivals_flash.flashinfer(case.setting, arrays, step)()
+    found = rivals_flash.flashinfer(case, arrays, step)()
     assert excess(np.asarray(found), case.call("reference", *given)[0]) <= 1
 
 
@@ -284,4 +283,4 @@ def test_a_rival_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, name, None)
     for make in rivals_flash.PAGED.values():
         with pytest.raises(NotImplementedError, match="is not installed"):
-            make(case.setting, (), ())
+            make(case, (), ())

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.case import Step, of_step
+from pallas_kernels.cases.find import case_types
+from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from pallas_kernels.ragged_paged_attention.oracle import unpacked
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from scripts import bench_tpu
 from scripts.kernel_bench import rivals_tpu
-from scripts.kernel_bench.case import Sizes
-from scripts.kernel_bench.ops import ragged_paged_attention as attention
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -45,7 +46,7 @@ def test_every_op_has_cases_of_names_of_their_own(capsys: pytest.CaptureFixture[
     assert bench_tpu.main(["--list"]) == 0
     names = capsys.readouterr().out.splitlines()
     assert len(set(names)) == len(names)
-    assert {name.split("/")[0] for name in names} == set(bench_tpu.driver.op_names())
+    assert {name.split("/")[0] for name in names} == set(case_types())
 
 
 def test_a_dry_run_interprets_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,10 +96,11 @@ def test_peaks_are_those_of_the_matrix_units() -> None:
 
 
 def test_upstream_gets_k_and_v_in_its_own_layout() -> None:
-    case = attention.case("decode", AttentionShape("x", "x", 6, 3, 16), Sizes("tpu", 8, small=True))
+    shape = AttentionShape("x", "x", 6, 3, 16)
+    case = of_step(AttentionCase, shape, "decode", Step(small=True), platform="tpu", page=8)
     pages = case.arguments(0).pages
     k, v = unpacked(tuple(np.asarray(p) for p in pages), 3, 16)
-    found = rivals_tpu.split_pages(case.setting, pages)
+    found = rivals_tpu.split_pages(case, pages)
     np.testing.assert_array_equal(np.asarray(found[0]).astype(np.float64).transpose(1, 2, 0, 3), k)
     np.testing.assert_array_equal(np.asarray(found[1]).astype(np.float64).transpose(1, 2, 0, 3), v)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.cases.find import case_types
 from scripts.first_light import __main__ as command
 from scripts.first_light import report, runner
 from scripts.first_light.headlines import HEADLINES, headline
@@ -16,7 +17,6 @@ from scripts.first_light.journal import Journal, Record
 from scripts.first_light.programs import facts, smoke
 from scripts.first_light.runner import Row, Stage
 from scripts.first_light.stages import stages
-from scripts.kernel_bench import driver
 
 
 def row(name: str, program: str, limit_s: float = 60.0) -> Row:
@@ -102,13 +102,13 @@ def test_every_stage_has_rows_and_every_name_is_one_row(tmp_path: Path) -> None:
         assert [stage.name for stage in found] == list(command.NAMES)
         names = [row.name for stage in found for row in stage.rows]
         assert len(set(names)) == len(names)
-        assert {f"smoke {op}" for op in driver.op_names()} <= set(names)
+        assert {f"smoke {op}" for op in case_types()} <= set(names)
         assert sum(stage.minutes for stage in found) == 38
 
 
 def test_headlines_are_cases_of_the_benchmark() -> None:
-    assert {one.bench_case().op for one in HEADLINES} <= set(driver.op_names())
-    assert headline("decode 64 x 4k, page 64").bench_case().name.endswith("/64x4096/page 64/bfloat16")
+    assert {one.bench_case.case.op for one in HEADLINES} <= set(case_types())
+    assert headline("decode 64 x 4k, page 64").bench_case.name.endswith("/64x4096/page 64/bfloat16")
     with pytest.raises(ValueError, match="expected a case out of"):
         headline("decode")
 

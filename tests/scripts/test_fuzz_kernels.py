@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from pallas_kernels.cases.find import case_types
 from pallas_kernels.merge_states import reference
 from scripts import fuzz_kernels
 
@@ -19,8 +20,8 @@ TRIED = {("kv_write", "reference"), ("merge_states", "reference"), ("selective_s
     ("op", "platform"),
     [
         pytest.param(op, platform, marks=() if (op, platform) in TRIED else pytest.mark.sweep)
-        for op, (_, platforms) in fuzz_kernels.OPS.items()
-        for platform in platforms
+        for op, case_type in case_types().items()
+        for platform in case_type.backends
     ],
 )
 def test_a_trial_of_every_op(op: str, platform: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts import gpu_compile, gpu_compile_all
-from scripts.gpu_aot.compile_one import DEFAULTS, parse_case
+from scripts.aot.rooms import compiled_types
 from scripts.gpu_aot.launches import count_launches, launches_of
-from scripts.gpu_aot.operations import OPERATIONS, AttentionCase, with_model_shape
+from scripts.gpu_aot.operations import LAYERS, case_of, operation_of
 from scripts.gpu_aot.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
 
+OPS = [*compiled_types("gpu"), LAYERS]
 LINKED = """
 ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain compatibility across compilation
 ptxas info    : 0 bytes gmem
@@ -63,23 +64,22 @@ def test_counts_instructions() -> None:
 
 
 def test_settings_of_a_case() -> None:
-    case = parse_case(AttentionCase, ["head_dim=64", "dtype=int8", "soft_cap=30"])
-    assert (case.head_dim, case.dtype, case.soft_cap) == (64, "int8", 30.0)
-    with pytest.raises(ValueError, match=r"expected a setting out of .*'head_dim'.*, got 'heed_dim=1'"):
-        parse_case(AttentionCase, ["heed_dim=1"])
-    local = with_model_shape(AttentionCase(shape="gpt-oss-120b-local", page=64))
-    assert (local.heads, local.head_dim, local.window, local.page) == (64, 64, 128, 64)
-    with pytest.raises(ValueError, match=r"expected a shape out of .*, got 'llama9'"):
-        with_model_shape(AttentionCase(shape="llama9"))
+    case = case_of("ragged_paged_attention", ["model=gpt-oss-120b-local", "dtype=int8", "soft_cap=30"])
+    assert (case.heads, case.head_dim, case.window, case.page) == (64, 64, 128, 16)
+    assert (case.dtype, case.soft_cap, case.tokens, case.write) == ("int8", 30.0, 2048, 1)
+    assert case_of("layers", ["op=mla", "scan=0"]).scan == 0
+    with pytest.raises(ValueError, match=r"expected settings out of .*'head_dim'.*, got \['heed_dim'\]"):
+        case_of("layers", ["heed_dim=1"])
+    with pytest.raises(ValueError, match=r"expected an op out of .*'kv_write'.*, got 'attend'"):
+        case_of("attend", [])
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("op", OPS)
 def test_every_operation_traces(op: str) -> None:
     """The call accepts the arguments that are built for it: shapes of the result, no kernel is compiled."""
     import jax
 
-    case_type, build = OPERATIONS[op]
-    operation = build(parse_case(case_type, [], **DEFAULTS))
+    operation = operation_of(op, [])
     assert jax.eval_shape(operation.call, *operation.arguments) is not None
 
 
@@ -168,7 +168,7 @@ def test_a_layer_of_many_launches_is_a_problem() -> None:
 
 
 @pytest.mark.skipif("KVJAX_CUDA_PYTHON" not in os.environ, reason="needs the Python that has CUDA's compilers")
-@pytest.mark.parametrize("settings", gpu_compile_all.LAYERS)
+@pytest.mark.parametrize("settings", gpu_compile_all.LAYER_CASES)
 def test_a_layer_is_at_most_four_launches(settings: str) -> None:
     """Counted from the compiled module: dense, latent and sparse layers, unrolled and in a scan."""
     (module, *_) = gpu_compile.compile_op("h100", "layers", settings.split())
@@ -177,26 +177,20 @@ def test_a_layer_is_at_most_four_launches(settings: str) -> None:
 
 
 def test_every_shape_is_compiled_once() -> None:
-    """All shapes of shapes.py on all shards: what the kernels depend on, each once."""
-    settings = [settings for op, settings in gpu_compile_all.cases(subset=False) if op == "attention"]
+    """All layers of all models on all shards: what the kernels depend on, each once."""
+    settings = [settings for op, settings in gpu_compile_all.cases(subset=False) if op == "ragged_paged_attention"]
     assert len(set(settings)) == len(settings)
-    done = set()
-    for setting in settings:
-        if setting.startswith("shape="):
-            case = with_model_shape(parse_case(AttentionCase, setting.split()))
-            done.add((case.heads, case.kv_heads, case.head_dim, case.window, case.chunk, case.soft_cap))
+    done = {case_of("ragged_paged_attention", some.split()) for some in settings}
     for shape in SHAPES:
         for shards in (1, 2, 4, 8):
-            heads = shape.per_shard(shards)
-            rest = (shape.sliding_window or 0, shape.attention_chunk_size or 0, shape.soft_cap or 0.0)
-            assert (*heads, shape.head_dim, *rest) in done
+            assert case_of("ragged_paged_attention", [f"model={shape.name}", f"shards={shards}"]) in done
 
 
 def test_the_subset_has_every_op() -> None:
     """And two cases more, so that CI's three minutes last."""
     subset = gpu_compile_all.cases(subset=True)
-    assert {op for op, _ in subset} == set(OPERATIONS)
-    assert len(subset) <= len(OPERATIONS) + 2
+    assert {op for op, _ in subset} == set(OPS)
+    assert len(subset) <= len(OPS) + 2
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, results: dict[str, list[dict[str, object]]]) -> list[str]:
@@ -210,7 +204,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, results: dict[str, list[dict[str, ob
         return results[settings[0]]
 
     monkeypatch.setattr(gpu_compile_all, "compile_op", compile_op)
-    monkeypatch.setattr(gpu_compile_all, "cases", lambda subset: [("decode", "page=8"), ("decode", "page=9")])
+    monkeypatch.setattr(gpu_compile_all, "cases", lambda subset: [("layers", "page=8"), ("layers", "page=9")])
     return asked
 
 
@@ -221,7 +215,7 @@ def test_a_status_for_ci(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert gpu_compile_all.main(["--subset"]) == 0
     answer(monkeypatch, {"page=8": [record(spill_load_bytes=4)], "page=9": nine})
     assert gpu_compile_all.main(["--subset"]) == 1
-    monkeypatch.setitem(gpu_compile_all.ALLOWED_SPILL_BYTES, ("decode", "page=8", "k"), 4)
+    monkeypatch.setitem(gpu_compile_all.ALLOWED_SPILL_BYTES, "page=8", 4)
     assert gpu_compile_all.main([]) == 0
     answer(monkeypatch, {"page=9": nine})
     capsys.readouterr()
@@ -250,5 +244,5 @@ def test_the_table_leaves_out_what_nobody_uses() -> None:
 
 def test_a_failed_compilation_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVJAX_CUDA_PYTHON", sys.executable)
-    with pytest.raises(RuntimeError, match=r"attention heed=1: .*expected a setting out of"):
-        gpu_compile.compile_op("h100", "attention", ["heed=1"])
+    with pytest.raises(RuntimeError, match=r"kv_write heed=1: .*expected a setting out of"):
+        gpu_compile.compile_op("h100", "kv_write", ["heed=1"])

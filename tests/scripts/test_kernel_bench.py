@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cases.case import Arguments, Work
+from pallas_kernels.cases.case import Arguments, Results, Step, Work
 from pallas_kernels.cases.compare import excess
 from pallas_kernels.kv_write.cases import WriteCase
 from pallas_kernels.merge_states.cases import MergeCase
@@ -22,7 +21,7 @@ from scripts.kernel_bench.platform import Platform, Rival
 from scripts.kernel_bench.timing import Timing
 
 SHAPE = AttentionShape("tiny", "x", 4, 2, 8)
-SIZES = Sizes("cpu", 4, small=True)
+SIZES = Sizes("cpu", 4, step=Step(small=True))
 PEAKS = report.Peaks(1e9, 1e12, "a test")
 
 
@@ -43,7 +42,6 @@ CPU = Platform(
     peaks=lambda device: PEAKS,
     time=timing.wall_clock,
     interpreted_calls=2,
-    interpreted=contextlib.nullcontext,
     rivals=lambda case: [
         rival("other"),
         rival("unable", NotImplementedError("no sinks\nat all")),
@@ -118,7 +116,7 @@ def test_a_case_is_compared_timed_and_set_next_to_its_rivals() -> None:
         assert row.median_us is not None
         assert row.median_us > 0
         assert row.clock == "wall"
-        assert row.bandwidth_share == pytest.approx(case.work.num_bytes / (row.median_us * 1e-6) / 1e9)
+        assert row.bandwidth_share == pytest.approx(case.case.work.num_bytes / (row.median_us * 1e-6) / 1e9)
     assert rows[0].excess == rows[2].excess == 0
     assert rows[2].note == "unlike ours"
     assert [row.note for row in rows[3:]] == ["cannot: no sinks", "failed: out of memory"]
@@ -127,18 +125,19 @@ def test_a_case_is_compared_timed_and_set_next_to_its_rivals() -> None:
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_said_and_counted() -> None:
-    case = bench_case(MergeCase, "2 parts", SHAPE, SIZES)
-    wrong = replace(
-        case, call=lambda backend, p, r: (r[0] * (2.0 if backend == "bad" else 1.0), ()), small=lambda: wrong
-    )
+    class Doubled(MergeCase):
+        def call(self, backend: str, pages: Any, rest: Any) -> Results:
+            return Results(rest[0] * (2.0 if backend == "bad" else 1.0), ())
+
+    class Failing(MergeCase):
+        def call(self, backend: str, pages: Any, rest: Any) -> Results:
+            return {}["x"] if backend == "bad" else Results(rest[0], ())
+
     platform = replace(CPU, name="bad")
-    (row,) = measure.dry_run(wrong, platform)
+    (row,) = measure.dry_run(bench_case(Doubled, "2 parts", SHAPE, SIZES), platform)
     assert report.is_wrong(row)
     assert "wrong: " in report.line(row)
-    failing = replace(
-        case, small=lambda: failing, call=lambda backend, p, r: {}["x"] if backend == "bad" else (r[0], ())
-    )
-    rows = list(measure.dry_run(failing, platform))
+    rows = list(measure.dry_run(bench_case(Failing, "2 parts", SHAPE, SIZES), platform))
     assert [(row.by, row.note, row.excess) for row in rows] == [
         ("kernel, interpreted", "failed: 'x'", None),
         ("reference", "", 0),
@@ -147,16 +146,18 @@ def test_a_kernel_that_is_wrong_or_fails_is_said_and_counted() -> None:
 
 
 def test_a_row_without_a_device_has_no_times() -> None:
-    case = replace(bench_case(MergeCase, "2 parts", SHAPE, SIZES), work=Work(2_000_000, 3_000_000_000))
-    row = report.row(case, "reference", excess=0.5)
+    class Known(MergeCase):
+        work = Work(2_000_000, 3_000_000_000)
+
+    row = report.row(bench_case(Known, "2 parts", SHAPE, SIZES), "reference", excess=0.5)
     assert (row.median_us, row.bandwidth_share, row.flops_share, row.clock) == (None, None, None, None)
     assert report.line(row).split()[-7:] == ["2.00", "3.00", "-", "-", "-", "-", "close"]
 
 
 def test_shapes_that_measure_the_same_are_measured_once() -> None:
     options = driver.parser("doc", CPU).parse_args(["--op", "kv_write"])
-    names = {case.shape for case in driver.picked(options, replace(CPU, name="cpu"))}
+    names = {case.model for case in driver.picked(options, replace(CPU, name="cpu"))}
     assert "llama3-8b" in names
     assert "llama3-70b" not in names
     options.shape = ["llama3-70b"]
-    assert {case.shape for case in driver.picked(options, replace(CPU, name="cpu"))} == {"llama3-70b"}
+    assert {case.model for case in driver.picked(options, replace(CPU, name="cpu"))} == {"llama3-70b"}

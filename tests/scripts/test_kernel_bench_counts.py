@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.cases.case import Work
-from pallas_kernels.cases.steps import SMALL_ROWS, Rows, Step
+from pallas_kernels.cases import steps
+from pallas_kernels.cases.case import Case, Step, Work, of_step
+from pallas_kernels.cases.steps import SMALL_ROWS, Rows
 from pallas_kernels.gated_delta_rule.cases import DeltaCase
 from pallas_kernels.gated_delta_rule.shapes import DeltaShape
 from pallas_kernels.kv_write.cases import WriteCase
@@ -19,19 +20,20 @@ from pallas_kernels.merge_states.cases import MergeCase
 from pallas_kernels.mla_paged_attention.cases import LatentCase
 from pallas_kernels.mla_paged_attention.shapes import LatentShape
 from pallas_kernels.page_ops.cases import MOVES, MoveCase
+from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from pallas_kernels.ssm_update.cases import ConvCase, ScanCase
 from pallas_kernels.ssm_update.shapes import SsmShape
-from scripts.kernel_bench.case import BenchCase, Sizes, bench_case
-from scripts.kernel_bench.ops import (
-    ragged_paged_attention,
-)
 
-SIZES = Sizes("gpu", page=4, small=True)
 MASKS = {"full": (None, None), "window": (5, None), "chunk": (None, 8), "both": (7, 16)}
 WIDTHS = {"bfloat16": 2, "float32": 4, "int8": 1}
 # Bytes of states that are read and written, over those written.
 MOVED = {"decode": 2, "drafts": 1.25, "prefill": 1}
+
+
+def small_case(case_type: type[Case], kind: str, shape: Any, dtype: str = "bfloat16") -> Case:
+    given = {"platform": "gpu", "page": 4, "dtype": dtype, "q_dtype": "float32" if dtype == "float32" else "bfloat16"}
+    return of_step(case_type, shape, kind, Step(small=True), **given)
 
 
 def seen_by(position: int, mask: MaskRule) -> set[int]:
@@ -62,8 +64,7 @@ def counted(rows: Rows, mask: MaskRule, heads: int, query_bytes: int, token_byte
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_attention(kind: str, mask: str, dtype: str) -> None:
     shape = AttentionShape("x", "x", 6, 2, 8, *MASKS[mask])
-    sizes = replace(SIZES, dtype=dtype)
-    found = ragged_paged_attention.case(kind, shape, sizes)
+    found = small_case(AttentionCase, kind, shape, dtype)
     query = 2 * 8 * WIDTHS["float32" if dtype == "float32" else "bfloat16"]  # read, and the output written
     token = 2 * 2 * 8 * WIDTHS[dtype]
     assert found.work == counted(SMALL_ROWS[kind], MaskRule(True, *MASKS[mask]), 6, query, token, 2 * 8 + 2 * 8)
@@ -72,7 +73,7 @@ def test_attention(kind: str, mask: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
 def test_latent_attention(kind: str) -> None:
     shape = LatentShape("x", "x", 3, latent_dim=8, rope_dim=4)
-    found = bench_case(LatentCase, kind, shape, SIZES)
+    found = small_case(LatentCase, kind, shape)
     query = 2 * (8 + 4) + 2 * 8
     assert found.work == counted(SMALL_ROWS[kind], MaskRule(), 3, query, 2 * (8 + 4), 2 * (8 + 4) + 2 * 8)
 
@@ -80,7 +81,7 @@ def test_latent_attention(kind: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_pages_of_a_step_hold_what_is_seen_and_no_more(mask: str) -> None:
     rule = MaskRule(True, *MASKS[mask])
-    step = Step(SMALL_ROWS["mixed"], rule, 4)
+    step = steps.Step(SMALL_ROWS["mixed"], rule, 4)
     tables, lengths, starts, distribution = (np.asarray(a) for a in step.arrays(np.random.default_rng(0)))
     assert np.diff(starts).tolist() == [q for q, _ in step.rows]
     assert lengths.tolist() == [n for _, n in step.rows]
@@ -100,9 +101,9 @@ def total_bytes(arrays: object) -> int:
 @pytest.mark.parametrize("op", ["kv_write", "latent_write"])
 def test_a_write_reads_its_tokens_and_changes_as_many_bytes(op: str, kind: str) -> None:
     if op == "kv_write":
-        found = bench_case(WriteCase, kind, AttentionShape("x", "x", 6, 2, 8), SIZES)
+        found = small_case(WriteCase, kind, AttentionShape("x", "x", 6, 2, 8))
     else:
-        found = bench_case(LatentWriteCase, kind, LatentShape("x", "x", 3, 8, 4), SIZES)
+        found = small_case(LatentWriteCase, kind, LatentShape("x", "x", 3, 8, 4))
     pages, rest = found.arguments(0)
     slots = np.asarray(rest[2])
     assert len(set(slots.tolist())) == len(slots)
@@ -113,7 +114,7 @@ def test_a_write_reads_its_tokens_and_changes_as_many_bytes(op: str, kind: str) 
 
 @pytest.mark.parametrize("kind", MOVES)
 def test_page_ops(kind: str) -> None:
-    found = bench_case(MoveCase, kind, AttentionShape("x", "x", 6, 2, 8), SIZES)
+    found = small_case(MoveCase, kind, AttentionShape("x", "x", 6, 2, 8))
     pages, rest = found.arguments(0)
     outs, written = found.call("reference", pages, rest)
     moved = total_bytes(outs) if kind == "gather" else changed_bytes(pages, written)
@@ -130,7 +131,7 @@ def changed_bytes(pages: tuple, written: tuple) -> int:
 
 @pytest.mark.parametrize("num_parts", [2, 8])
 def test_merge_states(num_parts: int) -> None:
-    found: BenchCase = bench_case(MergeCase, f"{num_parts} parts", AttentionShape("x", "x", 6, 2, 8), SIZES)
+    found = small_case(MergeCase, f"{num_parts} parts", AttentionShape("x", "x", 6, 2, 8))
     pages, rest = found.arguments(0)
     flops = sum(2 for _ in np.ndindex(rest[0].shape))  # a weight times a number, added
     assert found.work == Work(total_bytes(rest) + total_bytes(found.call("reference", pages, rest)), flops)
@@ -139,7 +140,7 @@ def test_merge_states(num_parts: int) -> None:
 @pytest.mark.parametrize("kind", MOVED)
 @pytest.mark.parametrize("head_dim", [None, 4])
 def test_a_scan(kind: str, head_dim: int | None) -> None:
-    found = bench_case(ScanCase, kind, SsmShape("x", "x", 4, 8, head_dim, num_groups=2 if head_dim else 1), SIZES)
+    found = small_case(ScanCase, kind, SsmShape("x", "x", 4, 8, head_dim, num_groups=2 if head_dim else 1))
     pages, rest = found.arguments(0)
     outs, written = found.call("reference", pages, rest)
     flops = 0
@@ -153,7 +154,7 @@ def test_a_scan(kind: str, head_dim: int | None) -> None:
 
 @pytest.mark.parametrize("kind", MOVED)
 def test_a_convolution(kind: str) -> None:
-    found = bench_case(ConvCase, kind, SsmShape("x", "x", 4, 8, num_taps=3), SIZES)
+    found = small_case(ConvCase, kind, SsmShape("x", "x", 4, 8, num_taps=3))
     pages, rest = found.arguments(0)
     outs, written = found.call("reference", pages, rest)
     flops = sum(2 * 3 for _ in np.ndindex(outs.shape))
@@ -165,7 +166,7 @@ def test_a_convolution(kind: str) -> None:
 @pytest.mark.parametrize("kind", MOVED)
 @pytest.mark.parametrize("is_per_channel", [False, True])
 def test_a_gated_delta_rule(kind: str, is_per_channel: bool) -> None:
-    found = bench_case(DeltaCase, kind, DeltaShape("x", "x", 2, 4, 3, 5, is_per_channel=is_per_channel), SIZES)
+    found = small_case(DeltaCase, kind, DeltaShape("x", "x", 2, 4, 3, 5, is_per_channel=is_per_channel))
     pages, rest = found.arguments(0)
     outs, written = found.call("reference", pages, rest)
     flops = 0

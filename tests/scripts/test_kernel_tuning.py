@@ -1,4 +1,4 @@
-"""The tuners: cases, candidates, results that are kept, what is chosen and written. Nothing is compiled or timed."""
+"""The tuners: entries, candidates, results that are kept, what is chosen and written. Nothing is compiled or timed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from pallas_kernels.ragged_paged_attention.kernel_tpu import Tuning
 from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape
 from pallas_kernels.tuned import read_table
 from scripts import tune_tpu
-from scripts.aot.cases import parse_case
-from scripts.kernel_tuning.cases import Case, candidates, cases
+from scripts.aot.rooms import case_of
 from scripts.kernel_tuning.choice import Choice, Record, choose, write_tuned
+from scripts.kernel_tuning.entries import Entry, candidates, entries
 from scripts.kernel_tuning.tuner import Log
 from scripts.tpu_aot.bundles import Kernel, Loop
 from scripts.tpu_aot.compiler import Compilation, CompilationError
-from scripts.tpu_aot.operations import OPERATIONS
 
-(CASE,) = cases(["llama3-8b"], [1], [128])
+(ENTRY,) = entries(["llama3-8b"], [1], [128])
 
 
 def record(decode: float | None, **sizes: int) -> Record:
     return {"decode": {"sizes": {"decode_block": 512, **sizes}, "cost": decode}}
 
 
-def test_cases_of_equal_shapes_once() -> None:
-    found = cases(["llama3-8b", "qwen3-8b", "gemma3-27b-local"], [1, 8], [128, 16])
-    assert [case.label for case in found if case.page_size == 16] == [
+def test_entries_of_equal_shapes_once() -> None:
+    found = entries(["llama3-8b", "qwen3-8b", "gemma3-27b-local"], [1, 8], [128, 16])
+    assert [entry.label for entry in found if entry.page_size == 16] == [
         "llama3-8b / 1, page 16",
         "llama3-8b / 8, page 16",
         "gemma3-27b-local / 1, page 16",
@@ -40,9 +39,9 @@ def test_cases_of_equal_shapes_once() -> None:
 
 def test_unknown_models_and_splits() -> None:
     with pytest.raises(ValueError, match=r"expected a model out of \['gemma2.*, got 'llama9'"):
-        cases(["llama9"], [1], [128])
+        entries(["llama9"], [1], [128])
     with pytest.raises(ValueError, match=r"expected shards that divide 32 query heads .*, got 3"):
-        cases(["llama3-8b"], [3], [128])[0].shape  # noqa: B018
+        entries(["llama3-8b"], [3], [128])[0].shape  # noqa: B018
 
 
 def test_candidates_of_parts_go_side_by_side() -> None:
@@ -71,7 +70,7 @@ def test_results_are_kept_and_failures_tried_again(tmp_path: Path) -> None:
 def test_the_margin_decides(costs: tuple[float | None, ...], expected: int) -> None:
     """The first of least cost, where it saves 3 %; what has no cost is neither chosen nor beaten."""
     sizes = (512, 256, 1024)
-    (choice,) = choose(CASE, [record(cost, decode_block=size) for cost, size in zip(costs, sizes, strict=True)], 0.03)
+    (choice,) = choose(ENTRY, [record(cost, decode_block=size) for cost, size in zip(costs, sizes, strict=True)], 0.03)
     assert choice.best["sizes"] == {"decode_block": expected}
     assert choice.is_tuned == (expected != 512)
     assert choice.row.endswith("kept" if expected == 512 else "%")
@@ -82,50 +81,50 @@ def test_what_loses_the_margin_at_another_latency_is_not_taken(at_two: int, expe
     formula, best, second = record(100, decode_block=256), record(80, decode_block=512), record(95, decode_block=1024)
     for one, cost in ((formula, 139), (best, at_two), (second, 150)):
         one["decode"]["cost_at_latencies"] = {"1 us": one["decode"]["cost"], "2 us": cost}
-    (choice,) = choose(CASE, [formula, best, second], 0.03)
+    (choice,) = choose(ENTRY, [formula, best, second], 0.03)
     assert choice.best["sizes"] == {"decode_block": expected}
 
 
 def test_what_does_not_compile_is_passed_over() -> None:
-    assert choose(CASE, [{"error": "died"}, record(1.0)], 0.03) == []
-    (choice,) = choose(CASE, [record(100.0), {"error": "died"}, record(50.0, decode_block=128)], 0.03)
+    assert choose(ENTRY, [{"error": "died"}, record(1.0)], 0.03) == []
+    (choice,) = choose(ENTRY, [record(100.0), {"error": "died"}, record(50.0, decode_block=128)], 0.03)
     assert choice.gain == 0.5
 
 
 def test_entries_are_replaced_and_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "tuned" / "v6e.json"
-    other = cases(["llama3-8b"], [8], [128])[0]
+    other = entries(["llama3-8b"], [8], [128])[0]
 
-    def write(case: Case, *best: tuple[str, Record]) -> dict[str, object]:
+    def write(entry: Entry, *best: tuple[str, Record]) -> dict[str, object]:
         start = record(100.0)["decode"]
-        choices = [Choice(case, part, start, found or start) for part, found in best]
+        choices = [Choice(entry, part, start, found or start) for part, found in best]
         write_tuned(path, "static score", Tuning._fields, choices)
-        entries = read_table(path, OP, TunedShape._fields, Tuning._fields).entries if path.exists() else {}
-        return {shape["num_q_heads"]: sizes for shape, sizes in entries.values()}
+        read = read_table(path, OP, TunedShape._fields, Tuning._fields).entries if path.exists() else {}
+        return {shape["num_q_heads"]: sizes for shape, sizes in read.values()}
 
     tuned = {"sizes": {"decode_block": 256}, "cost": 50.0}
     tiles = {"sizes": {"queries": 64}, "cost": 50.0}
-    assert write(CASE, ("decode", {})) == {}
+    assert write(ENTRY, ("decode", {})) == {}
     assert not path.exists()
-    assert write(CASE, ("decode", tuned), ("tiles", tiles)) == {32: {"decode_block": 256, "queries": 64}}
+    assert write(ENTRY, ("decode", tuned), ("tiles", tiles)) == {32: {"decode_block": 256, "queries": 64}}
     assert write(other, ("decode", tuned)) == {32: {"decode_block": 256, "queries": 64}, 4: {"decode_block": 256}}
-    assert write(CASE, ("decode", {}), ("tiles", {})) == {4: {"decode_block": 256}}
+    assert write(ENTRY, ("decode", {}), ("tiles", {})) == {4: {"decode_block": 256}}
     assert write(other, ("decode", {})) == {}
 
 
 def test_candidates_for_tpu_can_be_compiled() -> None:
     """The formula first, no size twice, and every setting is one of the case's."""
-    found = list(tune_tpu.candidates_of(CASE))
+    found = list(tune_tpu.candidates_of(ENTRY))
     assert found[0] == {}
     assert {"queries": 64, "tile_block": 1024} in [{k: v for k, v in x.items() if k != "decode_block"} for x in found]
     assert len({tuple(sizes.items()) for sizes in found}) == len(found)
     for sizes in found:
-        case = parse_case(OPERATIONS["attention"][0], tune_tpu.settings_of(CASE, sizes))
-        assert (case.heads, case.kv_heads, case.page) == (32, 8, 128)
+        case = case_of("tpu", OP, ENTRY.settings(sizes))
+        assert (case.heads, case.kv_heads, case.page, case.tuned) == (32, 8, 128, 0)
         assert case.decode_block == sizes.get("decode_block", 0)
-    (few,) = cases(["llama3-70b"], [1], [512])
+    (few,) = entries(["llama3-70b"], [1], [512])
     assert all(sizes.get("decode_block", 512) >= 512 for sizes in tune_tpu.candidates_of(few))
-    (one_head,) = cases(["llama3-70b"], [8], [16])
+    (one_head,) = entries(["llama3-70b"], [8], [16])
     assert {sizes.get("decode_block") for sizes in tune_tpu.candidates_of(one_head)} == {None, 256, 512, 1024, 2048}
 
 
@@ -153,7 +152,7 @@ def test_tuning_writes_what_compiles_best(
     arguments = ["v6e", "--model=llama3-8b", "--tp=1", "--page=128", f"--out={path}", f"--json={figures}"]
     assert tune_tpu.main(arguments) == 0
     (entry,) = json.loads(path.read_text())["entries"]
-    assert entry == {"shape": CASE.shape._asdict(), "sizes": {"queries": 64, "tile_block": 512}}
+    assert entry == {"shape": ENTRY.shape._asdict(), "sizes": {"queries": 64, "tile_block": 512}}
     said = capsys.readouterr()
     assert "tile_block=1024" in said.err
     assert "exceeds VMEM" in said.err

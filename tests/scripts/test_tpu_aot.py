@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from scripts import tpu_compile
-from scripts.aot.cases import parse_case
 from scripts.tpu_aot.bundles import Kernel, Loop, read_bundles, read_dumps, read_kernel, read_utilization
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compile_one import vmem_bytes
@@ -107,21 +106,6 @@ def test_kernels_without_a_score() -> None:
         block_scores(Kernel("rpa_q1_b512_p128_t1", loop(5, loop(3))), CHIPS["v6e"], 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class SomeCase:
-    page: int = 128
-    dtype: str = "bfloat16"
-    soft_cap: float = 0.0
-
-
-def test_settings() -> None:
-    assert parse_case(SomeCase, ["page=16", "soft_cap=3"]) == SomeCase(16, "bfloat16", 3.0)
-    with pytest.raises(ValueError, match=r"expected a setting out of .*'page'.*, got 'pages=3'"):
-        parse_case(SomeCase, ["pages=3"])
-    with pytest.raises(ValueError, match="invalid literal"):
-        parse_case(SomeCase, ["page=many"])
-
-
 def test_memory_of_a_module() -> None:
     text = (
         '  %copy.1 = s32[] copy(%a), backend_config={"used_scoped_memory_configs":[{"memory_space":"1","offset":"0",'
@@ -133,7 +117,7 @@ def test_memory_of_a_module() -> None:
 
 
 def test_a_process_that_fails_or_hangs() -> None:
-    with pytest.raises(CompilationError, match=r"v6e nothing \[\]: exit status 1\n(.|\n)*KeyError: 'nothing'"):
+    with pytest.raises(CompilationError, match=r"v6e nothing \[\]: exit status 1\n(.|\n)*expected an op out of"):
         compile_and_dump("v6e", "nothing", [], kernels=None)
     with pytest.raises(CompilationError, match=r"v6e kv_write \[\]: no end after 0.01 s"):
         compile_and_dump("v6e", "kv_write", [], kernels=None, timeout_s=0.01)

@@ -9,13 +9,12 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts import tpu_compile_all
-from scripts.aot.cases import parse_case
+from scripts.aot.rooms import case_of, compiled_types
 from scripts.tpu_aot import everything
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError
 from scripts.tpu_aot.everything import Line, Result, compile_all, compile_case, load, losses, save
 from scripts.tpu_aot.libtpu import LibtpuError, Release
-from scripts.tpu_aot.operations import OPERATIONS, SHAPE_CASES
 from scripts.tpu_aot.shape_cases import ShapeCase, shape_cases, subset
 from scripts.tpu_aot.workers import Workers
 from tests.scripts.needs_libtpu import needs_libtpu
@@ -27,16 +26,15 @@ MEMORY = {"kernels": {"kv_write": {"vmem_bytes": 1 << 20, "smem_bytes": 4096}}, 
 def test_every_op_has_cases_of_its_own_settings() -> None:
     """No setting is unknown, none is compiled twice, and what an op has cases for can be compiled."""
     cases = shape_cases()
-    assert {case.op for case in cases} == set(OPERATIONS)
-    assert set(SHAPE_CASES) <= set(OPERATIONS)
+    assert {case.op for case in cases} == set(compiled_types("tpu"))
     assert len({(case.op, case.settings) for case in cases}) == len(cases)
     for case in cases:
-        parse_case(OPERATIONS[case.op][0], list(case.settings))
+        case_of("tpu", case.op, list(case.settings))
 
 
 def test_attention_is_compiled_at_every_shape_and_split() -> None:
     """And where a shard has one KV head in fp8, too, of which two tokens share words."""
-    cases = [parse_case(OPERATIONS["attention"][0], list(c.settings)) for c in shape_cases(["attention"])]
+    cases = [case_of("tpu", c.op, list(c.settings)) for c in shape_cases(["ragged_paged_attention"])]
     found = [
         (c.dtype, c.heads, c.kv_heads, c.head_dim, c.window or None, c.chunk or None, c.soft_cap or None, bool(c.sinks))
         for c in cases
@@ -56,8 +54,8 @@ def test_settings_may_be_added_to_every_case() -> None:
 def test_the_subset_has_every_op_on_every_chip() -> None:
     chips = tuple(CHIPS)
     picked = subset(shape_cases(), chips)
-    assert {(chip, case.op) for chip, case in picked} == {(chip, op) for chip in chips for op in OPERATIONS}
-    assert len(picked) == len(chips) * len(OPERATIONS)
+    assert {(chip, case.op) for chip, case in picked} == {(chip, op) for chip in chips for op in compiled_types("tpu")}
+    assert len(picked) == len(chips) * len(compiled_types("tpu"))
 
 
 class Compilers:

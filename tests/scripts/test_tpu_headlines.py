@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from scripts import tpu_headlines
-from scripts.aot.cases import parse_case
+from scripts.aot.rooms import case_of
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError
 from scripts.tpu_aot.headlines import Headline, Outcome, measure, read, write
 from scripts.tpu_aot.libtpu import Release
-from scripts.tpu_aot.operations import OPERATIONS
 from tests.scripts.tpu_listing import PRODUCT, START, WAIT, kernel, loop
 
 BLOCK = loop(START, WAIT, PRODUCT, 592)  # 600 bundles
@@ -23,7 +22,9 @@ FOUND = Compilation({"token_bytes": 4096}, [TILES, DECODE])
 
 
 def headline(unit: str, tokens: int, figure: float = 0.0, bar: float | None = None) -> Headline:
-    return Headline("decode", "v7x", ("tokens=1",), unit, tokens, figure, bar, {"rpa v3": 700.0})
+    return Headline(
+        "decode", "v7x", "ragged_paged_attention", ("tokens=1",), unit, tokens, figure, bar, {"rpa v3": 700.0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_the_committed_figures_are_whole() -> None:
     assert len({(head.case, head.unit, head.tokens) for head in headlines}) == len(headlines)
     for head in headlines:
         assert head.chip in CHIPS
-        parse_case(OPERATIONS[head.op][0], list(head.settings))
+        case_of("tpu", head.op, list(head.settings))
         assert float(head.text(head.figure).replace(",", "")) == head.figure
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from scripts import tpu_race
-from scripts.aot.cases import parse_case
+from scripts.aot.rooms import case_of
 from scripts.tpu_aot.compiler import Compilation, CompilationError
 from scripts.tpu_aot.libtpu import LibtpuError, Release
-from scripts.tpu_aot.operations import AttentionCase
 from scripts.tpu_aot.rivals import RIVALS, RivalCase, build, stand_in
 from tests.scripts.tpu_listing import PRODUCT, START, WAIT, kernel, loop
 
@@ -57,7 +56,7 @@ def test_kernels_are_built_from_a_checkout(checkout: Path) -> None:
 
 def test_cases_are_those_of_both() -> None:
     for case in tpu_race.CASES.values():
-        ours = parse_case(AttentionCase, [f"{name}={value}" for name, value in case.sizes.items()])
+        ours = case_of("tpu", tpu_race.OP, [f"{name}={value}" for name, value in case.sizes.items()])
         theirs = RivalCase(**case.sizes, mode=case.mode)  # type: ignore[arg-type]
         assert (ours.heads, ours.kv_heads, ours.dtype) == (theirs.heads, theirs.kv_heads, theirs.dtype)
         assert case.token_bytes == 2 * ours.kv_heads * ours.head_dim * (1 if "float8" in ours.dtype else 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +10,21 @@ from typing import Any
 import jax
 import pytest
 
+from pallas_kernels.cases.case import Step
+from pallas_kernels.cases.find import case_types
 from pallas_kernels.ragged_paged_attention.kernel_gpu import Tuning
 from scripts import tune_gpu
-from scripts.aot.cases import parse_case
-from scripts.gpu_aot import time_one
-from scripts.gpu_aot.operations import AttentionCase
+from scripts.aot.rooms import case_of
+from scripts.kernel_bench import time_cases
 from scripts.kernel_bench.timing import Timing
-from scripts.kernel_tuning.cases import cases
+from scripts.kernel_tuning.entries import entries
 
-(CASE,) = cases(["llama3-8b"], [1], [16])
-ONE_CASE = ["h100", "--model=llama3-8b", "--tp=1", "--page=16"]
+(ENTRY,) = entries(["llama3-8b"], [1], [16])
+ONE_ENTRY = ["h100", "--model=llama3-8b", "--tp=1", "--page=16"]
 
 
 def test_candidates_are_sizes_of_the_kernel() -> None:
-    found = list(tune_gpu.candidates_of(CASE))
+    found = list(tune_gpu.candidates_of(ENTRY))
     assert found[0] == {}
     assert {name for sizes in found for name in sizes} == set(Tuning._fields)
     assert len({tuple(sizes.items()) for sizes in found}) == len(found)
@@ -32,8 +32,8 @@ def test_candidates_are_sizes_of_the_kernel() -> None:
 
 def test_sizes_belong_to_a_part() -> None:
     sizes = {"decode_block": 64, "num_blocks": 264, "prefill_stages": 3}
-    assert time_one.part_sizes("decode", sizes) == {"decode_block": 64, "num_blocks": 264}
-    assert time_one.part_sizes("prefill", sizes) == {"prefill_stages": 3}
+    assert tune_gpu.part_sizes("decode", sizes) == {"decode_block": 64, "num_blocks": 264}
+    assert tune_gpu.part_sizes("prefill", sizes) == {"prefill_stages": 3}
 
 
 def on_card(
@@ -44,10 +44,13 @@ def on_card(
     def time_in_process(arguments: list[str], _: float) -> Any:
         if not arguments:
             return card
-        assert arguments[:3] == ["llama3-8b", "1", "16"]
-        return answer(json.loads(arguments[3]))
+        op, text = arguments
+        cases = {part: case_types()[op](**fields) for part, fields in json.loads(text).items()}
+        assert {(case.heads, case.page, case.tuned) for case in cases.values()} == {(32, 16, 0)}
+        sizes = {name: size for case in cases.values() for name in Tuning._fields if (size := getattr(case, name))}
+        return answer(sizes)
 
-    monkeypatch.setattr(tune_gpu, "_time_one", time_in_process)
+    monkeypatch.setattr(tune_gpu, "_time", time_in_process)
 
 
 def test_the_fastest_is_written(
@@ -57,14 +60,14 @@ def test_the_fastest_is_written(
         if sizes.get("decode_stages") == 4:
             raise RuntimeError("too much shared memory")
         times = {"decode": 80.0 if sizes.get("decode_block") == 64 else 100.0, "prefill": 500.0}
-        return {part: time for part, time in times.items() if not sizes or time_one.part_sizes(part, sizes)}
+        return {part: time for part, time in times.items() if not sizes or tune_gpu.part_sizes(part, sizes)}
 
     on_card(monkeypatch, answer)
     path, figures = tmp_path / "h100.json", tmp_path / "figures.json"
-    assert tune_gpu.main([*ONE_CASE, f"--out={path}", f"--json={figures}"]) == 0
+    assert tune_gpu.main([*ONE_ENTRY, f"--out={path}", f"--json={figures}"]) == 0
     data = json.loads(path.read_text())
     assert data["by"] == "time"
-    assert data["entries"] == [{"shape": CASE.shape._asdict(), "sizes": {"decode_block": 64, "decode_stages": 2}}]
+    assert data["entries"] == [{"shape": ENTRY.shape._asdict(), "sizes": {"decode_block": 64, "decode_stages": 2}}]
     assert "too much shared memory" in capsys.readouterr().err
     assert [choice["part"] for choice in json.loads(figures.read_text())] == ["decode", "prefill"]
 
@@ -77,7 +80,7 @@ def test_a_formula_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         raise RuntimeError("died")
 
     on_card(monkeypatch, answer)
-    assert tune_gpu.main([*ONE_CASE, f"--out={tmp_path / 'h100.json'}"]) == 1
+    assert tune_gpu.main([*ONE_ENTRY, f"--out={tmp_path / 'h100.json'}"]) == 1
     assert asked == [{}]
     assert list(tmp_path.iterdir()) == []
 
@@ -85,7 +88,7 @@ def test_a_formula_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_another_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     on_card(monkeypatch, dict, card="h200")
     with pytest.raises(SystemExit):
-        tune_gpu.main(ONE_CASE)
+        tune_gpu.main(ONE_ENTRY)
     assert "expected the card of this machine, h200, or --dry-run, got h100" in capsys.readouterr().err
 
 
@@ -96,7 +99,7 @@ def test_without_a_card_candidates_are_compiled(
     compiled = []
 
     def compile_op(card: str, op: str, settings: list[str], timeout_s: float) -> list[dict[str, Any]]:
-        compiled.append(parse_case(AttentionCase, settings))
+        compiled.append(case_of("gpu", op, settings))
         figures = {
             "how": "linked",
             "registers": 168,
@@ -109,12 +112,14 @@ def test_without_a_card_candidates_are_compiled(
 
     on_card(monkeypatch, dict, card=None)
     monkeypatch.setattr(tune_gpu, "compile_op", compile_op)
-    arguments = [*ONE_CASE, f"--out={tmp_path / 'h100.json'}", f"--results={tmp_path / 'results.json'}"]
+    arguments = [*ONE_ENTRY, f"--out={tmp_path / 'h100.json'}", f"--results={tmp_path / 'results.json'}"]
     assert tune_gpu.main(arguments) == tune_gpu.main([*arguments, "--dry-run"]) == 0
-    sizes = [(block, stages, warpgroups, 0) for warpgroups in (3, 2) for block, stages in tune_gpu.RING_SIZES]
-    candidates = [(case.block, case.stages, case.warpgroups, case.blocks) for case in compiled]
-    assert candidates == [(0, 0, 0, 0), *sizes, (0, 0, 0, 132)]
-    assert {(case.shape, case.tp, case.page) for case in compiled} == {("llama3-8b", 1, 16)}
+    wanted = [
+        {name: size for name, size in sizes.items() if name != "num_blocks"} for sizes in tune_gpu.candidates_of(ENTRY)
+    ]
+    found = [{name: size for name in Tuning._fields if (size := getattr(case, name))} for case in compiled]
+    assert found == [{}, *(sizes for sizes in wanted if sizes)]
+    assert {(case.heads, case.page, case.tuned, case.write) for case in compiled} == {(32, 16, 0, 0)}
     said = capsys.readouterr().out
     assert "decode    formula                              linked         168      12     999" in said
     for warpgroups in (3, 2):
@@ -128,18 +133,18 @@ def test_a_candidate_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, caps
         raise RuntimeError("attention: no CUDA")
 
     monkeypatch.setattr(tune_gpu, "compile_op", compile_op)
-    assert tune_gpu.main([*ONE_CASE, "--dry-run"]) == 1
+    assert tune_gpu.main([*ONE_ENTRY, "--dry-run"]) == 1
     assert "llama3-8b / 1, page 16 : attention: no CUDA" in capsys.readouterr().err
 
 
 def test_processes_that_fail_or_hang() -> None:
     with pytest.raises(RuntimeError, match=r"no end after 0\.01 s"):
-        tune_gpu._time_one([], 0.01)
+        tune_gpu._time([], 0.01)
     with pytest.raises(RuntimeError, match=r"expected a card out of \['h100', 'h200'\], got None"):
-        tune_gpu._time_one(["llama3-8b", "1", "16", "{}"], 200)
+        tune_gpu._time(["ragged_paged_attention", "{}"], 200)
 
 
-@pytest.mark.parametrize("part", time_one.PARTS)
+@pytest.mark.parametrize("part", tune_gpu.PARTS)
 def test_what_is_timed_can_be_traced(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """Pages are rotated through at least twice what the cache holds; the kernel has the candidate's sizes."""
     traced = []
@@ -148,13 +153,10 @@ def test_what_is_timed_can_be_traced(monkeypatch: pytest.MonkeyPatch, part: str)
         traced.append(str(jax.make_jaxpr(chain.program)(*chain.arguments)))
         return Timing((3.0,) * repeats, "wall")
 
-    monkeypatch.setattr(time_one, "wall_clock", clock)
-    case = time_one.bench_case(part, "llama3-8b", 1, 16, small=True)
-    assert time_one.median_us(case, {f"{part}_block": 64}, 1) == 3.0
+    monkeypatch.setattr(time_cases, "wall_clock", clock)
+    case = ENTRY.timed(part, {f"{part}_block": 64}, Step(small=True))
+    assert time_cases.median_us(case, 1) == 3.0
     assert f"rpa_{part}_p16_b64" in traced[0]
-    call = functools.partial(time_one.call, case, {})
-    out, _ = jax.eval_shape(call, *case.arguments(0))
-    assert out.shape[0] == case.setting.step.num_tokens
 
 
 def test_a_budget_begins_no_more_candidates_and_the_formula_stands(
@@ -166,22 +168,22 @@ def test_a_budget_begins_no_more_candidates_and_the_formula_stands(
     def answer(sizes: dict[str, int]) -> dict[str, float]:
         seen.append(sizes)
         clock.append(clock[-1] + 30.0)
-        return {part: 10.0 for part in time_one.PARTS if not sizes or time_one.part_sizes(part, sizes)}
+        return {part: 10.0 for part in tune_gpu.PARTS if not sizes or tune_gpu.part_sizes(part, sizes)}
 
     clock = [0.0]
     on_card(monkeypatch, answer)
     monkeypatch.setattr("scripts.kernel_tuning.tuner.time.monotonic", lambda: clock[-1])
     files = ["--out", str(tmp_path / "h100.json"), "--results", str(tmp_path / "results.json")]
-    assert tune_gpu.main([*ONE_CASE, *files, "--budget", "0.75"]) == 0
-    assert seen == [{}, next(sizes for sizes in tune_gpu.candidates_of(CASE) if sizes)]
+    assert tune_gpu.main([*ONE_ENTRY, *files, "--budget", "0.75"]) == 0
+    assert seen == [{}, next(sizes for sizes in tune_gpu.candidates_of(ENTRY) if sizes)]
     assert "no time for more than 2 candidates" in capsys.readouterr().err
-    assert tune_gpu.main([*ONE_CASE, *files]) == 0
-    assert len(seen) == len(list(tune_gpu.candidates_of(CASE)))
+    assert tune_gpu.main([*ONE_ENTRY, *files]) == 0
+    assert len(seen) == len(list(tune_gpu.candidates_of(ENTRY)))
 
 
 def test_the_list_says_how_many_candidates_a_case_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune_gpu.main([*ONE_CASE, "--list"]) == 0
-    assert capsys.readouterr().out == f"{CASE.label}: {len(list(tune_gpu.candidates_of(CASE)))} candidates\n"
+    assert tune_gpu.main([*ONE_ENTRY, "--list"]) == 0
+    assert capsys.readouterr().out == f"{ENTRY.label}: {len(list(tune_gpu.candidates_of(ENTRY)))} candidates\n"
 
 
 def test_an_unknown_model_is_one_line() -> None:

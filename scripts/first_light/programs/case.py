@@ -22,12 +22,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 
 import jax
 
-from pallas_kernels.cases.case import Arguments
+from pallas_kernels.cases.case import Arguments, Case
 from pallas_kernels.cases.compare import excess
 from scripts.bench_gpu import GPU
 from scripts.first_light.headlines import headline
 from scripts.first_light.programs.answer import answer
-from scripts.kernel_bench.case import BenchCase
 from scripts.kernel_bench.chain import Chain, num_rotated
 from scripts.kernel_bench.gpu_timing import cupti, launches
 from scripts.kernel_bench.rivals_gpu import rivals
@@ -36,7 +35,7 @@ from scripts.kernel_bench.timing import Timing, wall_clock
 _REPEATS = 10
 
 
-def compare(case: BenchCase, backend: str) -> int:
+def compare(case: Case, backend: str) -> int:
     """Both once; in a dry run the reference twice."""
     outputs = []
     for by in ("reference", backend):
@@ -45,7 +44,7 @@ def compare(case: BenchCase, backend: str) -> int:
     return answer(f"{found:.3g} tolerances off", is_right=found <= 1, excess=found)
 
 
-def times(case: BenchCase, backend: str, repeats: int) -> int:
+def times(case: Case, backend: str, repeats: int) -> int:
     """The kernel's clocks; CUPTI's only where it sees kernels."""
     rotated = arguments_of(case)
     chain = Chain(functools.partial(case.call, backend), rotated, writes=case.writes)
@@ -59,7 +58,7 @@ def times(case: BenchCase, backend: str, repeats: int) -> int:
     return answer(words, launches=count, kernel_us=kernel_us, **timing_of(case, op))
 
 
-def rival_times(case: BenchCase, name: str, repeats: int, is_dry: bool) -> int:
+def rival_times(case: Case, name: str, repeats: int, is_dry: bool) -> int:
     """Another's clock; one that cannot do the case is no fault."""
     rival = next((rival for rival in rivals(case) if rival.name == name), None)
     if rival is None:
@@ -79,15 +78,14 @@ def rival_times(case: BenchCase, name: str, repeats: int, is_dry: bool) -> int:
     return answer(f"op {found.median_us:,.1f} us {rival.note}", note=rival.note, **timing_of(case, found))
 
 
-def arguments_of(case: BenchCase) -> list[Arguments]:
+def arguments_of(case: Case) -> list[Arguments]:
     """As many sets as no cache holds."""
     return [case.arguments(seed) for seed in range(num_rotated(case.work.num_bytes, GPU.cache_bytes))]
 
 
-def timing_of(case: BenchCase, timing: Timing) -> dict[str, Any]:
+def timing_of(case: Case, timing: Timing) -> dict[str, Any]:
     """For the table."""
     return {
-        "case": case.name,
         "op_us": timing.median_us,
         "spread_us": timing.spread_us,
         "clock": timing.clock,
@@ -104,7 +102,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("rival", nargs="?")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
-    case = headline(options.name).bench_case(small=options.dry_run)
+    bench = headline(options.name).bench_case
+    case = bench.small if options.dry_run else bench.case
     backend, repeats = ("reference", 1) if options.dry_run else (GPU.name, _REPEATS)
     programs: dict[str, Callable[[], int]] = {
         "compare": lambda: compare(case, backend),

@@ -14,6 +14,7 @@ os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))  # threads of t
 
 import jax
 
+from pallas_kernels.cases.case import Case
 from pallas_kernels.cases.compare import excess
 from scripts.bench_gpu import GPU
 from scripts.first_light.programs.answer import answer
@@ -32,14 +33,13 @@ def kinds(op: str) -> list[BenchCase]:
     return list(found.values())
 
 
-def compared(case: BenchCase, backend: str) -> float | str:
+def compared(case: Case, backend: str) -> float | str:
     """How far the kernel is from the reference, in tolerances; or why there is no kernel."""
-    small = case.small()
     outputs = []
     for name in ("reference", backend):
-        arguments = small.arguments(0)
+        arguments = case.arguments(0)
         try:
-            outputs.append(jax.jit(functools.partial(small.call, name))(*arguments))
+            outputs.append(jax.jit(functools.partial(case.call, name))(*arguments))
         except NotImplementedError as error:
             return str(error)
     return excess(outputs[1], outputs[0])
@@ -48,11 +48,11 @@ def compared(case: BenchCase, backend: str) -> float | str:
 def found_of(op: str, is_dry: bool) -> dict[str, float | str]:
     """By case and backend, as `compared`."""
     cases = kinds(op)[:1] if is_dry else kinds(op)
-    found: dict[str, float | str] = {f"{case.name}, {_OTHERS}": compared(case, _OTHERS) for case in cases}
+    found: dict[str, float | str] = {f"{case.name}, {_OTHERS}": compared(case.small, _OTHERS) for case in cases}
     if is_dry:
         row = next(dry_run(cases[0], GPU))
         return found | {row.name: row.note if row.excess is None else row.excess}
-    return found | {case.name: compared(case, GPU.name) for case in cases}
+    return found | {case.name: compared(case.small, GPU.name) for case in cases}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,121 @@
+"""Steps that try attention hardest: ragged sequences over pages in any order, NaN where nobody may look."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cases.latents import random_tables, seen_slots
+from pallas_kernels.cases.numbers import hidden, random_values
+from pallas_kernels.cases.pages import by_token
+from pallas_kernels.cases.steps import hard_step, random_rows
+from pallas_kernels.layouts import PageLayout, attention_layout
+from pallas_kernels.ragged_paged_attention.oracle import Options, attention, unpacked, visible_keys
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static shape of a step: what decides about a compilation."""
+
+    num_tokens: int = 24  # T
+    num_rows: int = 5  # S
+    num_columns: int = 12  # P
+    page_size: int = 4
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    q_dtype: str = "float32"
+    kv_dtype: str = "float32"
+    platform: str = "cpu"  # "tpu": packed pages
+
+    @property
+    def layout(self) -> PageLayout:
+        """The layout of the pages."""
+        return attention_layout(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            page_size=self.page_size,
+            dtype=self.kv_dtype,
+            platform=self.platform,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one call, as numpy."""
+
+    shape: Shape
+    q: np.ndarray  # [T, Hq, D]
+    pages: tuple[np.ndarray, ...]
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+    query_start_loc: np.ndarray
+    distribution: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The op's positional arguments as jax arrays."""
+        pages = tuple(jnp.asarray(p) for p in self.pages)
+        rest = (self.block_tables, self.seq_lens, self.query_start_loc, self.distribution)
+        return (jnp.asarray(self.q), pages, *(jnp.asarray(x) for x in rest))
+
+    def of_rank(self, rank: int, size: int) -> Case:
+        """What a rank of context parallelism has, by the words of the contract; a page here is a column there."""
+        own = range(rank, self.shape.page_size, size)
+
+        def of_own(pages: np.ndarray) -> np.ndarray:
+            tokens = pages.reshape(pages.shape[0], self.shape.page_size, -1)[:, own]  # rows hold one token, or more
+            return tokens.reshape(pages.shape[0], pages.shape[1] // size, *pages.shape[2:])
+
+        return dataclasses.replace(self, pages=tuple(of_own(pages) for pages in self.pages))
+
+    def expected(self, options: Options) -> tuple[np.ndarray, np.ndarray]:
+        """(out, lse) of the oracle."""
+        k, v = unpacked(self.pages, self.shape.num_kv_heads, self.shape.head_dim)
+        meta = (self.block_tables, self.seq_lens, self.query_start_loc, int(self.distribution[2]))
+        return attention(self.q, k, v, *meta, options)
+
+
+def make_case(
+    seed: int,
+    shape: Shape,
+    rows: Sequence[tuple[int, int]] | None = None,
+    options: Options = Options(),  # noqa: B008
+    shared_columns: int = 0,  # first columns of the tables in which all sequences name the same pages
+) -> Case:
+    """A step of `rows` (query length, sequence length), random if None.
+
+    Pages hold NaN (int8: 127) in every slot that no query of its sequence sees. Pages that no query of the sequence
+    sees are the null page in the table, as the managers leave them.
+    """
+    rng = np.random.default_rng(seed)
+    longest = shape.num_columns * shape.page_size
+    rows = random_rows(rng, shape.num_tokens, shape.num_rows, longest) if rows is None else rows
+    assert len(rows) <= shape.num_rows
+    assert sum(q for q, _ in rows) <= shape.num_tokens
+    assert all(n <= longest for _, n in rows)
+    num_pages = 1 + shape.num_rows * shape.num_columns + 3
+    padding = [(0, 0)] * (shape.num_rows - len(rows))
+    keys = [{k for pos in range(n - q_len, n) for k in visible_keys(pos, n, options)} for q_len, n in (*rows, *padding)]
+    live = [{k // shape.page_size for k in row} for row in keys]
+    tables = random_tables(rng, live, shape.num_columns, num_pages, shared_columns)
+    seen = seen_slots(tables, keys, num_pages, shape.page_size)
+    pages = tuple(_pages(rng, shape, array.shape(num_pages), seen) for array in shape.layout.arrays)
+    q = random_values(rng, (shape.num_tokens, shape.num_q_heads, shape.head_dim), shape.q_dtype)
+    return Case(shape, q, pages, tables, *hard_step(list(rows), shape.num_rows))
+
+
+def _pages(rng: np.random.Generator, shape: Shape, array: tuple[int, ...], seen: np.ndarray) -> np.ndarray:
+    """Random numbers where `seen` (bool[pages, page_size]); page 0 is zero."""
+    values = random_values(rng, array, shape.kv_dtype)
+    slots = by_token(values, shape.num_kv_heads) if shape.platform == "tpu" else values
+    slots[~seen] = hidden(values.dtype)
+    values[0] = np.zeros((), values.dtype)
+    return values

@@ -1,1 +1,0 @@
-"""The benchmarked ops, a module each: `cases(sizes)` gives its cases."""
