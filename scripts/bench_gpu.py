@@ -8,13 +8,13 @@ Flow:    cases of every op -> [bench_gpu] -> table on the terminal, `--json FILE
 
 The time of a call is that of its kernels by the profiler (CUPTI), over a program of several calls on rotated page
 buffers that are together larger than twice the L2 cache; where there is no CUPTI, and for ops that write donated pages,
-the wall clock around a batch of programs, less an empty call (`clock` in the JSON; kernel_bench/gpu_timing.py). Printed
+the wall clock around a batch of programs, less an empty call (`clock` in the JSON; lab/bench/gpu_timing.py). Printed
 are medians and the distance of the quartiles. Shares are of the bandwidth of a copy and of the throughput of a matrix
 product measured first, in the same run, for the bytes and operations that the op cannot do without.
 
 Next to attention stand upstream JAX's paged attention, cuDNN's by `jax.nn.dot_product_attention`, and PyTorch's
 scaled_dot_product_attention and FlexAttention where torch is installed, each where it can do the case
-(kernel_bench/rivals_gpu.py says what they are given). Before it is timed each kernel is compared with the reference;
+(lab/bench/rivals_gpu.py says what they are given). Before it is timed each kernel is compared with the reference;
 the exit status is 1 if one is wrong or fails.
 
 Without a GPU each case runs once at a small size, interpreted (`--by-reference`: by the reference, quicker), and is
@@ -35,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvjax.cli.output_files import output_file, require_matplotlib
 from kvjax.errors import MissingExtraError
-from scripts.kernel_bench import driver, roofline
-from scripts.kernel_bench.gpu_timing import gpu_clock, measured_peaks
-from scripts.kernel_bench.platform import Platform
-from scripts.kernel_bench.report import Peaks, is_wrong
-from scripts.kernel_bench.rivals_gpu import rivals
+from scripts.lab.bench import driver, roofline
+from scripts.lab.bench.gpu_timing import gpu_clock, measured_peaks
+from scripts.lab.bench.platform import Platform
+from scripts.lab.bench.report import Peaks, is_wrong
+from scripts.lab.bench.rivals_gpu import rivals
 
 GPU = Platform(
     name="gpu",

@@ -11,7 +11,7 @@ chip busy for 0.1 s, with `block_until_ready` around the whole, less the time of
 for. The calls of a batch are chained: by donated pages where the op writes, else by optimization barriers, over rotated
 page buffers that are together larger than twice the chip's on-chip memory, so that no call finds its pages there.
 Printed are the median of the samples and the distance between their quartiles; shares are of the chip's specified HBM
-bandwidth and bfloat16 FLOPs (scripts/tpu_aot/chips.py), for the bytes and operations that the op cannot do without.
+bandwidth and bfloat16 FLOPs (scripts/lab/tpu/chips.py), for the bytes and operations that the op cannot do without.
 A step of few bytes (a decode step of kv_write) costs its launch, whatever its share.
 
 Before it is timed each kernel is compared with the reference; the exit status is 1 if one is wrong or fails.
@@ -29,12 +29,12 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.kernel_bench import driver
-from scripts.kernel_bench.platform import Platform
-from scripts.kernel_bench.report import Peaks, is_wrong
-from scripts.kernel_bench.rivals_tpu import rivals
-from scripts.kernel_bench.timing import wall_clock
-from scripts.tpu_aot.chips import CHIPS
+from scripts.lab.bench import driver
+from scripts.lab.bench.platform import Platform
+from scripts.lab.bench.report import Peaks, is_wrong
+from scripts.lab.bench.rivals_tpu import rivals
+from scripts.lab.bench.timing import wall_clock
+from scripts.lab.tpu.chips import CHIPS
 
 # Names of chips in `jax.Device.device_kind`.
 DEVICE_KINDS = {

@@ -4,9 +4,9 @@
     python scripts/compile_mesh_steps.py --chip h100        four cards of one host, with jax's CUDA plugin
 
 Two layers of Llama 3 8B, or of another `--model`, one of each kind that it has: tokens of pages over two context ranks,
-heads over the other axis. Each step compiles in a process of its own (`scripts/tpu_aot/engine_step.py`). Needs libtpu
+heads over the other axis. Each step compiles in a process of its own (`scripts/lab/engine_step.py`). Needs libtpu
 (kvjax[tpu-aot]). Exit status: 0, or 1 where a step does not compile, pages are copied or not aliased, or arrays are
-sent other than `scripts/aot/collectives.py` says.
+sent other than `scripts/lab/collectives.py` says.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.aot.collectives import Sent, bytes_over, expected_of, layers_of
-from scripts.tpu_aot.chips import ENVIRONMENT
-from scripts.tpu_aot.compiler import ROOT
+from scripts.lab.collectives import Sent, bytes_over, expected_of, layers_of
+from scripts.lab.tpu.chips import ENVIRONMENT
+from scripts.lab.tpu.compiler import ROOT
 
 MODELS = ("llama-3-8b", "gemma-3-27b", "deepseek-v3", "qwen3-next-80b-a3b")
 NUM_CONTEXT = 2
@@ -39,7 +39,7 @@ def compile_step(chip: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "scripts.tpu_aot.engine_step",
+        "scripts.lab.engine_step",
         chip,
         options.model,
         *(["--each-kind"] if options.layers is None else ["--layers", str(options.layers)]),
@@ -72,7 +72,7 @@ def table(sent: Counter[Sent], expected: Counter[Sent]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where a step is not in place or sends what it need not."""
-    from scripts.tpu_aot import engine_step
+    from scripts.lab.tpu import engine_step
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", action="append", choices=sorted(TENSOR), help="repeatable; default: v6e and v7x")

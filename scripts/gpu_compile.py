@@ -3,10 +3,10 @@
     python scripts/gpu_compile.py OP [name=value ...] [--shapes] [--card h100] [--check] [--ceiling] [--json FILE]
 
 OP: one of pallas_kernels, whose cases.py has the settings (or model=NAME shards=N), or `layers`: those of
-scripts/gpu_aot/layer_case.py. `--shapes` compiles OP for every layer of a model that it names; `--check` fails
+scripts/lab/gpu/layer_case.py. `--shapes` compiles OP for every layer of a model that it names; `--check` fails
 where a kernel spills or exceeds shared memory, donated pages are not updated in place, or a layer launches too much;
 `--ceiling` prints what the inner loop of each kernel costs, and what it can do at best at 1.7 GHz
-(scripts/gpu_aot/ceiling.py). Needs the extra `cuda-aot` (public wheels, no driver and no card) in the Python that runs
+(scripts/lab/gpu/ceiling.py). Needs the extra `cuda-aot` (public wheels, no driver and no card) in the Python that runs
 this, or in the one that KVJAX_CUDA_PYTHON names.
 
 Two rows for one kernel: `linked` is what this jax makes where nvJitLink is installed (`setmaxnreg` ignored), `alone`
@@ -39,7 +39,7 @@ def compile_op(card: str, op: str, settings: list[str], timeout_s: float | None 
     """
     python = os.environ.get("KVJAX_CUDA_PYTHON", sys.executable)
     with tempfile.TemporaryDirectory() as dump:
-        command = [python, "-m", "scripts.gpu_aot.compile_one", card, op, dump, *settings]
+        command = [python, "-m", "scripts.lab.gpu.compile_one", card, op, dump, *settings]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_s)
         except subprocess.TimeoutExpired as error:

@@ -25,9 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pallas_kernels.cases.case import Case
-from scripts.aot.rooms import compiled_types, shape_settings
-from scripts.gpu_aot.operations import LAYERS
 from scripts.gpu_compile import compile_op, problems, report
+from scripts.lab.compiled import compiled_types, shape_settings
+from scripts.lab.gpu.operations import LAYERS
 
 SHARDS = (1, 2, 4, 8)
 LAYER_CASES = (

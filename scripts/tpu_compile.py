@@ -6,7 +6,7 @@
     python scripts/tpu_compile.py v6e selective_scan --loops 'ssd_.*'                 loops of kernels without a score
 
 Needs libtpu (kvjax[tpu-aot]). Settings: the fields of the op's cases.py, or model=NAME shards=N. What the score means
-and leaves out: scripts/tpu_aot/score.py; times, by a latency that is assumed: scripts/tpu_aot/latency.py.
+and leaves out: scripts/lab/tpu/score.py; times, by a latency that is assumed: scripts/lab/tpu/latency.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels.mask import MaskRule
-from scripts.aot.rooms import compiled_types, mask_of
-from scripts.tpu_aot.bundles import Loop
-from scripts.tpu_aot.chips import CHIPS, prepare_environment
-from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
-from scripts.tpu_aot.latency import LATENCIES_S
-from scripts.tpu_aot.libtpu import LibtpuError, release
-from scripts.tpu_aot.score import BlockScore, block_scores
-from scripts.tpu_aot.step_cost import launch_work
+from scripts.lab.compiled import compiled_types, mask_of
+from scripts.lab.tpu.bundles import Loop
+from scripts.lab.tpu.chips import CHIPS, prepare_environment
+from scripts.lab.tpu.compiler import Compilation, CompilationError, compile_and_dump
+from scripts.lab.tpu.latency import LATENCIES_S
+from scripts.lab.tpu.libtpu import LibtpuError, release
+from scripts.lab.tpu.score import BlockScore, block_scores
+from scripts.lab.tpu.step_cost import launch_work
 
-DECODE = "rpa_q1_"  # kernels whose sequences have a cost (scripts/tpu_aot/step_cost.py)
+DECODE = "rpa_q1_"  # kernels whose sequences have a cost (scripts/lab/tpu/step_cost.py)
 COLUMNS = "{:24} {:22} {:7} {:>7} {:>6} {:>14} {:>10} {:>5} {:>9} {:>7} {:>14}"
 LATENCIES = "/".join(f"{latency_s * 1e6:g}" for latency_s in LATENCIES_S)
 HEADER = COLUMNS.format(

@@ -7,7 +7,7 @@
     python scripts/tpu_compile_all.py --libtpu newest --libtpu previous      two compilers, bundles compared
 
 Needs libtpu (kvjax[tpu-aot]), or pip for other releases of it. With several, exit status 1 also where a kernel of the
-first has over 10 % more bundles than with another. Ops and shapes: scripts/tpu_aot/shape_cases.py.
+first has over 10 % more bundles than with another. Ops and shapes: scripts/lab/tpu/shape_cases.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.aot.rooms import compiled_types
-from scripts.tpu_aot.chips import CHIPS
-from scripts.tpu_aot.everything import HEADER, Result, compile_all, load, losses, save
-from scripts.tpu_aot.libtpu import LibtpuError, Release, release
-from scripts.tpu_aot.shape_cases import ShapeCase, shape_cases, subset
+from scripts.lab.compiled import compiled_types
+from scripts.lab.tpu.chips import CHIPS
+from scripts.lab.tpu.everything import HEADER, Result, compile_all, load, losses, save
+from scripts.lab.tpu.libtpu import LibtpuError, Release, release
+from scripts.lab.tpu.shape_cases import ShapeCase, shape_cases, subset
 
 
 def main(arguments: list[str]) -> int:

@@ -4,7 +4,7 @@
     python scripts/tpu_compile_steps.py --model mixtral-8x7b --json steps.json
 
 The model is of real sizes with its first layers only, one of each kind at least, tensor parallel over four chips. Each
-step compiles in a process of its own (`scripts/tpu_aot/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit status:
+step compiles in a process of its own (`scripts/lab/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit status:
 0, or 1 where a step does not compile, or pages are copied or not aliased.
 """
 
@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.tpu_aot.chips import ENVIRONMENT
-from scripts.tpu_aot.compiler import ROOT
+from scripts.lab.tpu.chips import ENVIRONMENT
+from scripts.lab.tpu.compiler import ROOT
 
 # A shipped config of each family that runs, and the first layers that have every kind of layer among them.
 STEPS = {
@@ -65,7 +65,7 @@ SHARDS = {"granite-4.0-h-small": 2}
 
 def compile_step(model: str, num_layers: int, timeout_s: float) -> dict[str, Any]:
     """The report of one step, or what went wrong."""
-    command = [sys.executable, "-m", "scripts.tpu_aot.engine_step", "v6e", model, "--layers", str(num_layers)]
+    command = [sys.executable, "-m", "scripts.lab.engine_step", "v6e", model, "--layers", str(num_layers)]
     command += ["--blocks", str(BLOCKS[model])] if model in BLOCKS else []
     command += ["--shards", str(SHARDS[model])] if model in SHARDS else []
     start = time.monotonic()
@@ -88,7 +88,7 @@ def compile_step(model: str, num_layers: int, timeout_s: float) -> dict[str, Any
 
 def is_good(report: dict[str, Any]) -> bool:
     """Whether the step compiled and every page array is in place."""
-    from scripts.tpu_aot.engine_step import is_in_place
+    from scripts.lab.engine_step import is_in_place
 
     return "error" not in report and is_in_place(report)
 

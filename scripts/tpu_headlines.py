@@ -5,7 +5,7 @@
     python scripts/tpu_headlines.py --update               commits what comes out, better or worse
 
 Exit status: 0, or 1 where a figure is exceeded or a case does not compile. What the figures are:
-scripts/tpu_aot/headlines.py; the committed ones, with bars and rivals: scripts/tpu_aot/headlines.json.
+scripts/lab/tpu/headlines.py; the committed ones, with bars and rivals: scripts/lab/tpu/headlines.json.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.tpu_aot.chips import prepare_environment
-from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
-from scripts.tpu_aot.headlines import FILE, Outcome, measure, read, write
-from scripts.tpu_aot.libtpu import LibtpuError, release
+from scripts.lab.tpu.chips import prepare_environment
+from scripts.lab.tpu.compiler import Compilation, CompilationError, compile_and_dump
+from scripts.lab.tpu.headlines import FILE, Outcome, measure, read, write
+from scripts.lab.tpu.libtpu import LibtpuError, release
 
 ROW = "{:4} {:44} {:10} {:>9} {:>9} {:>7}  {:48} {}"
 HEADER = ROW.format("chip", "", "unit", "figure", "committed", "bar", "rivals", "")

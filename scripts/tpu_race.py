@@ -4,8 +4,8 @@
     python scripts/tpu_race.py /elsewhere                                 all cases, about 15 minutes
     python scripts/tpu_race.py /elsewhere --case decode --rival batched   one case, one rival and ours
 
-Bundles by executed trips and times by a model (scripts/tpu_aot/latency.py), for ours by scripts/tpu_aot/step_cost.py,
-for rivals by scripts/tpu_aot/rival_cost.py. Their kernels of August 2026 trace on jax 0.11.0, which pip puts into a
+Bundles by executed trips and times by a model (scripts/lab/tpu/latency.py), for ours by scripts/lab/tpu/step_cost.py,
+for rivals by scripts/lab/tpu/rival_cost.py. Their kernels of August 2026 trace on jax 0.11.0, which pip puts into a
 virtual environment in the user's cache (--jax another version, --python an interpreter that has one). Nothing runs.
 Exit status: 0, or 1 where a kernel does not trace or compile.
 """
@@ -23,13 +23,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels.mask import MaskRule
-from scripts.tpu_aot.chips import CHIPS, Chip, prepare_environment
-from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump, run_and_read
-from scripts.tpu_aot.latency import LATENCIES_S, Work
-from scripts.tpu_aot.libtpu import LibtpuError, Release, folder, release
-from scripts.tpu_aot.rival_cost import blocking_spills, decode_work, prefill_bundles
-from scripts.tpu_aot.rivals import RIVALS
-from scripts.tpu_aot.step_cost import launch_work
+from scripts.lab.tpu.chips import CHIPS, Chip, prepare_environment
+from scripts.lab.tpu.compiler import Compilation, CompilationError, compile_and_dump, run_and_read
+from scripts.lab.tpu.latency import LATENCIES_S, Work
+from scripts.lab.tpu.libtpu import LibtpuError, Release, folder, release
+from scripts.lab.tpu.rival_cost import blocking_spills, decode_work, prefill_bundles
+from scripts.lab.tpu.rivals import RIVALS
+from scripts.lab.tpu.step_cost import launch_work
 
 OP = "ragged_paged_attention"
 LENGTHS = (8192, 256)  # decoding sequences
@@ -83,7 +83,7 @@ class Race:
     def rival(self, name: str, case: RaceCase, blocks: Blocks) -> Compilation:
         """A rival's launch."""
         sizes = json.dumps({**case.sizes, "mode": case.mode, "block_sizes": blocks})
-        command = [str(self.python), "-m", "scripts.tpu_aot.rivals", str(self.checkout), case.chip, name, sizes]
+        command = [str(self.python), "-m", "scripts.lab.tpu.rivals", str(self.checkout), case.chip, name, sizes]
         pattern = "RPAd.*" if case.mode == "decode" else "RPAm.*"
         found = run_and_read(
             command, f"{case.chip} {name}", kernels=pattern, timeout_s=self.timeout_s, libtpu=self.libtpu

@@ -4,7 +4,7 @@
     python scripts/tune_gpu.py h100 --model llama3-8b --tp 1 --page 64     one entry
 
 On a machine with the card every candidate, and the kernel's formula, runs in a process of its own: microseconds of a
-decode step and of a prefill, by scripts/kernel_bench/time_cases.py. An entry goes to tuned/<card>.json only where it
+decode step and of a prefill, by scripts/lab/bench/time_cases.py. An entry goes to tuned/<card>.json only where it
 saves the margin. On a machine without a GPU (extra `cuda-aot`, see scripts/gpu_compile.py) the candidates are compiled
 for the card: registers, spills and shared memory, no times, and no file is written.
 """
@@ -28,11 +28,11 @@ from pallas_kernels.gpu.mosaic import NUM_SMS
 from pallas_kernels.ragged_paged_attention.kernel_gpu import Tuning
 from pallas_kernels.ragged_paged_attention.tuning import FOLDER, OP
 from pallas_kernels.tuned import Sizes
-from scripts.gpu_aot.target import CARDS
 from scripts.gpu_compile import compile_op
-from scripts.kernel_tuning.choice import Record, as_json, write_tuned
-from scripts.kernel_tuning.entries import Entry, candidates
-from scripts.kernel_tuning.tuner import entries_of, list_entries, measured, parser, tune
+from scripts.lab.gpu.target import CARDS
+from scripts.lab.tuning.choice import Record, as_json, write_tuned
+from scripts.lab.tuning.entries import Entry, candidates
+from scripts.lab.tuning.tuner import entries_of, list_entries, measured, parser, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("decode", "prefill")  # kinds of steps, each with a kernel of its own
@@ -77,7 +77,7 @@ def card_here() -> str | None:
 
 
 def _time(arguments: list[str], timeout_s: float) -> Any:
-    command = [sys.executable, "-m", "scripts.kernel_bench.time_cases", *arguments]
+    command = [sys.executable, "-m", "scripts.lab.bench.time_cases", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(

@@ -4,8 +4,8 @@
     python scripts/tune_tpu.py v7x --model llama3-8b --tp 8 --page 16     one entry
 
 Needs libtpu (kvjax[tpu-aot]). Every candidate is compiled in a process of its own: the formula's sizes, then halves and
-doubles of them. Its cost: the nanoseconds of a few sequences (scripts/tpu_aot/step_cost.py) by the static score and a
-latency of 1 us (scripts/tpu_aot/latency.py), which rank variants and are no times. An entry goes to tuned/<chip>.json
+doubles of them. Its cost: the nanoseconds of a few sequences (scripts/lab/tpu/step_cost.py) by the static score and a
+latency of 1 us (scripts/lab/tpu/latency.py), which rank variants and are no times. An entry goes to tuned/<chip>.json
 only where it saves the margin, and loses less than that at 0.5 and 2 us.
 """
 
@@ -23,14 +23,14 @@ from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_querie
 from pallas_kernels.ragged_paged_attention.tuning import FOLDER, OP
 from pallas_kernels.tpu.mosaic import LANES
 from pallas_kernels.tuned import Sizes
-from scripts.kernel_tuning.choice import Record, as_json, write_tuned
-from scripts.kernel_tuning.entries import Entry, candidates
-from scripts.kernel_tuning.tuner import entries_of, list_entries, parser, tune
-from scripts.tpu_aot.chips import CHIPS, prepare_environment
-from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
-from scripts.tpu_aot.latency import LATENCIES_S, USUAL_LATENCY_S
-from scripts.tpu_aot.score import block_scores
-from scripts.tpu_aot.step_cost import launch_work, workloads
+from scripts.lab.tpu.chips import CHIPS, prepare_environment
+from scripts.lab.tpu.compiler import CompilationError, compile_and_dump
+from scripts.lab.tpu.latency import LATENCIES_S, USUAL_LATENCY_S
+from scripts.lab.tpu.score import block_scores
+from scripts.lab.tpu.step_cost import launch_work, workloads
+from scripts.lab.tuning.choice import Record, as_json, write_tuned
+from scripts.lab.tuning.entries import Entry, candidates
+from scripts.lab.tuning.tuner import entries_of, list_entries, parser, tune
 
 TILE_BLOCKS = (256, 512, 1024)  # slots
 DECODE_BLOCKS = (256, 512, 1024, 2048)

@@ -46,7 +46,7 @@ def write_report(journal: Journal, out: Path) -> None:
     (out / "table.md").write_text(report.markdown(journal.records))
     peaks, rows = report.peaks_of(journal.records), list(report.roofline_rows(journal.records))
     if peaks is not None and rows and has_matplotlib():
-        from scripts.kernel_bench import roofline
+        from scripts.lab.bench import roofline
 
         title = journal.records["facts"].result["words"] if "facts" in journal.records else "first light"
         roofline.plot(out / "roofline.png", rows, peaks, title)

@@ -1,6 +1,6 @@
 """The cases that are timed first, each with what it must reach.
 
-Flow:    [HEADLINES] -> bench_case -> scripts/kernel_bench
+Flow:    [HEADLINES] -> bench_case -> scripts/lab/bench
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pallas_kernels.cases.find import case_types
-from scripts.kernel_bench.case import BenchCase, Sizes, bench_case
+from scripts.lab.bench.case import BenchCase, Sizes, bench_case
 
 ATTENTION = "ragged_paged_attention"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.first_light.headlines import HEADLINES, Headline
 from scripts.first_light.journal import DONE, Record
-from scripts.kernel_bench.report import Peaks, Row
+from scripts.lab.bench.report import Peaks, Row
 
 _HEAD = (
     "| case | op us | kernels us | launches | of copy | TFLOP/s | bar | others, us |",

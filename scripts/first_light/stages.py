@@ -20,7 +20,7 @@ from pathlib import Path
 from pallas_kernels.cases.find import case_types
 from scripts.first_light.headlines import ATTENTION, HEADLINES, Headline
 from scripts.first_light.runner import ROOT, Row, Stage
-from scripts.kernel_bench.rivals_gpu import NAMES
+from scripts.lab.bench.rivals_gpu import NAMES
 
 _PROGRAMS = "scripts.first_light.programs"
 _TUNED = (("llama3-8b", "16"), ("llama3-8b", "64"), ("gpt-oss-120b-local", "16"))

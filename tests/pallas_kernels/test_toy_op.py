@@ -108,9 +108,9 @@ def test_it_is_benchmarked(folder: Path) -> None:
 
 @needs_libtpu
 def test_it_is_compiled(folder: Path) -> None:
-    program = "from scripts.tpu_aot.compile_one import compile_case; print(compile_case(*sys.argv[1:3], sys.argv[3:]))"
+    program = "from scripts.lab.tpu.compile_one import compile_case; print(compile_case(*sys.argv[1:3], sys.argv[3:]))"
     assert "'kernels': {}" in told(folder, program, "v6e", "toy_double", "model=toy-model", "shards=2")
-    program = "from scripts.tpu_aot.shape_cases import shape_cases; print(shape_cases(['toy_double']))"
+    program = "from scripts.lab.tpu.shape_cases import shape_cases; print(shape_cases(['toy_double']))"
     said = told(folder, program)
     assert "'toy-model / 2', settings=('rows=32',)" in said
     assert "toy-model / 4" not in said

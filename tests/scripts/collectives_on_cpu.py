@@ -15,7 +15,7 @@ import jax
 
 from kvjax.engine import EngineConfig, LLMEngine
 from kvjax.models import load_model
-from scripts.aot.collectives import bytes_over, collectives, expected_of
+from scripts.lab.collectives import bytes_over, collectives, expected_of
 from tests.models.golden_models import model_folder
 
 

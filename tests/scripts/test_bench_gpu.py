@@ -19,10 +19,10 @@ from pallas_kernels.kv_write.cases import WriteCase
 from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from scripts import bench_gpu
-from scripts.kernel_bench import gpu_timing, measure, report, rivals_flash, rivals_gpu, rivals_torch, roofline, timing
-from scripts.kernel_bench.case import Sizes, bench_case
-from scripts.kernel_bench.chain import Chain
-from scripts.kernel_bench.timing import Timing
+from scripts.lab.bench import gpu_timing, measure, report, rivals_flash, rivals_gpu, rivals_torch, roofline, timing
+from scripts.lab.bench.case import Sizes, bench_case
+from scripts.lab.bench.chain import Chain
+from scripts.lab.bench.timing import Timing
 
 SIZES = Sizes("gpu", 4, "float32", step=Step(small=True))
 

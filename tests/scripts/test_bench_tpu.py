@@ -16,7 +16,7 @@ from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from pallas_kernels.ragged_paged_attention.oracle import unpacked
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from scripts import bench_tpu
-from scripts.kernel_bench import rivals_tpu
+from scripts.lab.bench import rivals_tpu
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvjax.models import ModelConfig
-from scripts.aot.collectives import Sent, bytes_over, collectives, expected_of, layers_of, moves_of
 from scripts.compile_mesh_steps import main, table
-from scripts.tpu_aot.engine_step import config_of
+from scripts.lab.collectives import Sent, bytes_over, collectives, expected_of, layers_of, moves_of
+from scripts.lab.engine_step import config_of
 from tests.scripts.needs_libtpu import needs_libtpu
 
 ROOT = Path(__file__).parents[2]

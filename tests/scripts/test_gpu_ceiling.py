@@ -1,12 +1,12 @@
-"""scripts/gpu_aot/ceiling.py: loops and their cycles, read off a disassembly that is written here."""
+"""scripts/lab/gpu/ceiling.py: loops and their cycles, read off a disassembly that is written here."""
 
 from __future__ import annotations
 
 import pytest
 
-from scripts.gpu_aot.ceiling import LATENCY, Ceiling, loops_of
-from scripts.gpu_aot.target import CARDS
 from scripts.gpu_compile import ceilings
+from scripts.lab.gpu.ceiling import LATENCY, Ceiling, loops_of
+from scripts.lab.gpu.target import CARDS
 
 H100 = CARDS["h100"]
 SCORES = "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR8], RZ, !UPT"

@@ -11,10 +11,10 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts import gpu_compile, gpu_compile_all
-from scripts.aot.rooms import compiled_types
-from scripts.gpu_aot.launches import count_launches, launches_of
-from scripts.gpu_aot.operations import LAYERS, case_of, operation_of
-from scripts.gpu_aot.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
+from scripts.lab.compiled import compiled_types
+from scripts.lab.gpu.launches import count_launches, launches_of
+from scripts.lab.gpu.operations import LAYERS, case_of, operation_of
+from scripts.lab.gpu.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
 
 OPS = [*compiled_types("gpu"), LAYERS]
 LINKED = """

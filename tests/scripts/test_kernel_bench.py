@@ -14,11 +14,11 @@ from pallas_kernels.cases.compare import excess
 from pallas_kernels.kv_write.cases import WriteCase
 from pallas_kernels.merge_states.cases import MergeCase
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
-from scripts.kernel_bench import driver, measure, report, timing
-from scripts.kernel_bench.case import Sizes, bench_case
-from scripts.kernel_bench.chain import Chain, num_rotated
-from scripts.kernel_bench.platform import Platform, Rival
-from scripts.kernel_bench.timing import Timing
+from scripts.lab.bench import driver, measure, report, timing
+from scripts.lab.bench.case import Sizes, bench_case
+from scripts.lab.bench.chain import Chain, num_rotated
+from scripts.lab.bench.platform import Platform, Rival
+from scripts.lab.bench.timing import Timing
 
 SHAPE = AttentionShape("tiny", "x", 4, 2, 8)
 SIZES = Sizes("cpu", 4, step=Step(small=True))

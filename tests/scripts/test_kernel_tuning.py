@@ -11,12 +11,12 @@ from pallas_kernels.ragged_paged_attention.kernel_tpu import Tuning
 from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape
 from pallas_kernels.tuned import read_table
 from scripts import tune_tpu
-from scripts.aot.rooms import case_of
-from scripts.kernel_tuning.choice import Choice, Record, choose, write_tuned
-from scripts.kernel_tuning.entries import Entry, candidates, entries
-from scripts.kernel_tuning.tuner import Log
-from scripts.tpu_aot.bundles import Kernel, Loop
-from scripts.tpu_aot.compiler import Compilation, CompilationError
+from scripts.lab.compiled import case_of
+from scripts.lab.tpu.bundles import Kernel, Loop
+from scripts.lab.tpu.compiler import Compilation, CompilationError
+from scripts.lab.tuning.choice import Choice, Record, choose, write_tuned
+from scripts.lab.tuning.entries import Entry, candidates, entries
+from scripts.lab.tuning.tuner import Log
 
 (ENTRY,) = entries(["llama3-8b"], [1], [128])
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from scripts import tpu_compile
-from scripts.tpu_aot.bundles import Kernel, Loop, read_bundles, read_dumps, read_kernel, read_utilization
-from scripts.tpu_aot.chips import CHIPS
-from scripts.tpu_aot.compile_one import vmem_bytes
-from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
-from scripts.tpu_aot.score import BlockScore, block_scores, executed_bundles
+from scripts.lab.tpu.bundles import Kernel, Loop, read_bundles, read_dumps, read_kernel, read_utilization
+from scripts.lab.tpu.chips import CHIPS
+from scripts.lab.tpu.compile_one import vmem_bytes
+from scripts.lab.tpu.compiler import CompilationError, compile_and_dump
+from scripts.lab.tpu.score import BlockScore, block_scores, executed_bundles
 from tests.scripts.needs_libtpu import needs_libtpu
 
 DUMP = Path(__file__).parent / "tpu_dump"

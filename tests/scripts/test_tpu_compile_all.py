@@ -9,14 +9,14 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts import tpu_compile_all
-from scripts.aot.rooms import case_of, compiled_types
-from scripts.tpu_aot import everything
-from scripts.tpu_aot.chips import CHIPS
-from scripts.tpu_aot.compiler import Compilation, CompilationError
-from scripts.tpu_aot.everything import Line, Result, compile_all, compile_case, load, losses, save
-from scripts.tpu_aot.libtpu import LibtpuError, Release
-from scripts.tpu_aot.shape_cases import ShapeCase, shape_cases, subset
-from scripts.tpu_aot.workers import Workers
+from scripts.lab.compiled import case_of, compiled_types
+from scripts.lab.tpu import everything
+from scripts.lab.tpu.chips import CHIPS
+from scripts.lab.tpu.compiler import Compilation, CompilationError
+from scripts.lab.tpu.everything import Line, Result, compile_all, compile_case, load, losses, save
+from scripts.lab.tpu.libtpu import LibtpuError, Release
+from scripts.lab.tpu.shape_cases import ShapeCase, shape_cases, subset
+from scripts.lab.tpu.workers import Workers
 from tests.scripts.needs_libtpu import needs_libtpu
 
 CASE = ShapeCase("kv_write", "llama3-8b / 1", ("kv_heads=8",))

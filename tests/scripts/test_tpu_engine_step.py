@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.tpu_aot.chips import ENVIRONMENT
-from scripts.tpu_aot.engine_step import is_in_place, num_page_copies
+from scripts.lab.engine_step import is_in_place, num_page_copies
+from scripts.lab.tpu.chips import ENVIRONMENT
 from tests.scripts.needs_libtpu import needs_libtpu
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_a_step_of_four_chips_is_in_place() -> None:
 
     Decoding with the write, and tiles, in the first layer; the write and decoding of wanted tokens in the last.
     """
-    command = [sys.executable, "-m", "scripts.tpu_aot.engine_step", "v6e", "llama-3-8b", "--layers", "2"]
+    command = [sys.executable, "-m", "scripts.lab.engine_step", "v6e", "llama-3-8b", "--layers", "2"]
     result = subprocess.run(
         command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from scripts import tpu_headlines
-from scripts.aot.rooms import case_of
-from scripts.tpu_aot.chips import CHIPS
-from scripts.tpu_aot.compiler import Compilation, CompilationError
-from scripts.tpu_aot.headlines import Headline, Outcome, measure, read, write
-from scripts.tpu_aot.libtpu import Release
+from scripts.lab.compiled import case_of
+from scripts.lab.tpu.chips import CHIPS
+from scripts.lab.tpu.compiler import Compilation, CompilationError
+from scripts.lab.tpu.headlines import Headline, Outcome, measure, read, write
+from scripts.lab.tpu.libtpu import Release
 from tests.scripts.tpu_listing import PRODUCT, START, WAIT, kernel, loop
 
 BLOCK = loop(START, WAIT, PRODUCT, 592)  # 600 bundles

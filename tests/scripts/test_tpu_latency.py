@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from scripts.tpu_aot.chips import CHIPS
-from scripts.tpu_aot.latency import Ring, Work
-from scripts.tpu_aot.score import block_loops, block_scores, ring_of
+from scripts.lab.tpu.chips import CHIPS
+from scripts.lab.tpu.latency import Ring, Work
+from scripts.lab.tpu.score import block_loops, block_scores, ring_of
 from tests.scripts.tpu_listing import PRODUCT, START, WAIT, Part, kernel, loop
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.tpu_aot import libtpu
-from scripts.tpu_aot.compiler import environment
-from scripts.tpu_aot.libtpu import LibtpuError, Release, named, pinned_pattern, release
+from scripts.lab.tpu import libtpu
+from scripts.lab.tpu.compiler import environment
+from scripts.lab.tpu.libtpu import LibtpuError, Release, named, pinned_pattern, release
 
 KNOWN = ["0.0.52", "0.0.51", "0.0.50.1", "0.0.50", "0.0.49"]
 JAX = ["jaxlib==0.12.0", 'libtpu==0.0.50.*; extra == "tpu"', 'requests; extra == "tpu"']

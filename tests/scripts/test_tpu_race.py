@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from scripts import tpu_race
-from scripts.aot.rooms import case_of
-from scripts.tpu_aot.compiler import Compilation, CompilationError
-from scripts.tpu_aot.libtpu import LibtpuError, Release
-from scripts.tpu_aot.rivals import RIVALS, RivalCase, build, stand_in
+from scripts.lab.compiled import case_of
+from scripts.lab.tpu.compiler import Compilation, CompilationError
+from scripts.lab.tpu.libtpu import LibtpuError, Release
+from scripts.lab.tpu.rivals import RIVALS, RivalCase, build, stand_in
 from tests.scripts.tpu_listing import PRODUCT, START, WAIT, kernel, loop
 
 KERNEL = "tpu_inference/kernels/ragged_paged_attention/v3"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pallas_kernels.mask import MaskRule
-from scripts.tpu_aot.bundles import Kernel
-from scripts.tpu_aot.chips import CHIPS
-from scripts.tpu_aot.latency import Ring
-from scripts.tpu_aot.rival_cost import Sizes, blocking_spills, decode_work, prefill_bundles, sizes_of
-from scripts.tpu_aot.score import block_scores
-from scripts.tpu_aot.step_cost import DECODE, TILES, Item, LaunchSizes, items_of, launch_work, workloads
+from scripts.lab.tpu.bundles import Kernel
+from scripts.lab.tpu.chips import CHIPS
+from scripts.lab.tpu.latency import Ring
+from scripts.lab.tpu.rival_cost import Sizes, blocking_spills, decode_work, prefill_bundles, sizes_of
+from scripts.lab.tpu.score import block_scores
+from scripts.lab.tpu.step_cost import DECODE, TILES, Item, LaunchSizes, items_of, launch_work, workloads
 from tests.scripts.tpu_listing import PRODUCT, START, STORE, WAIT, kernel, loop, skip
 
 FOUR_PAGES = loop(*[START] * 4, 1)  # 10 bundles a trip

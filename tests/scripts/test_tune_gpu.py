@@ -14,10 +14,10 @@ from pallas_kernels.cases.case import Step
 from pallas_kernels.cases.find import case_types
 from pallas_kernels.ragged_paged_attention.kernel_gpu import Tuning
 from scripts import tune_gpu
-from scripts.aot.rooms import case_of
-from scripts.kernel_bench import time_cases
-from scripts.kernel_bench.timing import Timing
-from scripts.kernel_tuning.entries import entries
+from scripts.lab.bench import time_cases
+from scripts.lab.bench.timing import Timing
+from scripts.lab.compiled import case_of
+from scripts.lab.tuning.entries import entries
 
 (ENTRY,) = entries(["llama3-8b"], [1], [16])
 ONE_ENTRY = ["h100", "--model=llama3-8b", "--tp=1", "--page=16"]
@@ -172,7 +172,7 @@ def test_a_budget_begins_no_more_candidates_and_the_formula_stands(
 
     clock = [0.0]
     on_card(monkeypatch, answer)
-    monkeypatch.setattr("scripts.kernel_tuning.tuner.time.monotonic", lambda: clock[-1])
+    monkeypatch.setattr("scripts.lab.tuning.tuner.time.monotonic", lambda: clock[-1])
     files = ["--out", str(tmp_path / "h100.json"), "--results", str(tmp_path / "results.json")]
     assert tune_gpu.main([*ONE_ENTRY, *files, "--budget", "0.75"]) == 0
     assert seen == [{}, next(sizes for sizes in tune_gpu.candidates_of(ENTRY) if sizes)]

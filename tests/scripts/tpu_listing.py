@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from scripts.tpu_aot.bundles import Kernel, read_kernel
+from scripts.lab.tpu.bundles import Kernel, read_kernel
 
 Part: TypeAlias = "int | str | Loop | Skip"  # so many empty bundles; an operation in a bundle of its own
 PRODUCT = "%1 = vmatmul.f32 %2"

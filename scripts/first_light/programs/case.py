@@ -4,7 +4,7 @@ compare   the kernel, with the sizes it ships with, next to the reference at the
 time      microseconds of the whole op and of its kernels alone, and how many kernels a call launches
 rival     another implementation on the same numbers, by the clock of the whole op
 
-The whole op: the wall clock of a batch of programs of several calls (kernel_bench/timing.py), so launches and the gaps
+The whole op: the wall clock of a batch of programs of several calls (lab/bench/timing.py), so launches and the gaps
 between them count, for everyone alike; PyTorch's by events around as many calls. Kernels alone: CUPTI, their sum.
 With --dry-run: the case at its small size by the reference, and one sample; of a rival its arguments alone.
 """
@@ -27,10 +27,10 @@ from pallas_kernels.cases.compare import excess
 from scripts.bench_gpu import GPU
 from scripts.first_light.headlines import headline
 from scripts.first_light.programs.answer import answer
-from scripts.kernel_bench.chain import Chain, num_rotated
-from scripts.kernel_bench.gpu_timing import cupti, launches
-from scripts.kernel_bench.rivals_gpu import rivals
-from scripts.kernel_bench.timing import Timing, wall_clock
+from scripts.lab.bench.chain import Chain, num_rotated
+from scripts.lab.bench.gpu_timing import cupti, launches
+from scripts.lab.bench.rivals_gpu import rivals
+from scripts.lab.bench.timing import Timing, wall_clock
 
 _REPEATS = 10
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from scripts.first_light.programs.answer import answer
-from scripts.kernel_bench.gpu_timing import measured_peaks
-from scripts.kernel_bench.timing import wall_clock
+from scripts.lab.bench.gpu_timing import measured_peaks
+from scripts.lab.bench.timing import wall_clock
 
 
 def main(arguments: list[str]) -> int:

@@ -18,9 +18,9 @@ from pallas_kernels.cases.case import Case
 from pallas_kernels.cases.compare import excess
 from scripts.bench_gpu import GPU
 from scripts.first_light.programs.answer import answer
-from scripts.kernel_bench import driver
-from scripts.kernel_bench.case import BenchCase, Sizes
-from scripts.kernel_bench.measure import dry_run
+from scripts.lab.bench import driver
+from scripts.lab.bench.case import BenchCase, Sizes
+from scripts.lab.bench.measure import dry_run
 
 _OTHERS = "triton"  # the backend of other cards
 

@@ -1,0 +1,1 @@
+"""Drivers that know ops by their cases alone: benchmarks, compilation ahead of time for TPU and GPU, tuning."""

@@ -1,0 +1,272 @@
+"""Compiles a step of the engine for chips that are only described, and looks for copies of the pages in the module.
+
+    python -m scripts.lab.engine_step v6e gemma-3-27b --layers 6       -> one line of JSON; exit status 1: copies
+
+Flow:    configs/models -> abstract weights and pages on a mesh -> UpdateStep -> optimised module -> [step_report]
+
+The step is the engine's: its model, its sampler, KV heads and weights split over `--shards` chips. Weights are never
+made: all arguments are shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.lab.collectives import collectives
+from scripts.lab.gpu.target import CARDS
+from scripts.lab.tpu.chips import CHIPS, prepare_environment
+
+prepare_environment()
+
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+_SEQUENCES = 8
+_EMBEDDING_ROWS = 4096
+_NO_COPY = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple", "conditional", "scatter")
+
+
+def num_page_copies(module: str, page_shapes: Iterable[tuple[int, ...]]) -> int:
+    """Operations of an optimised module's text that make an array of one of the pages' shapes.
+
+    Kernels and scatters do not count: they write into what they are given, as the aliases show. Nor do arrays in VMEM,
+    S(1): XLA reads states of few pages from there.
+    """
+    shapes = "|".join({",".join(map(str, shape)) for shape in page_shapes})
+    made = re.findall(rf"= (\(?\w+\[(?:{shapes})\](?:[^=\n]*?)) ([a-z][a-z-]*)\(([^\n]*)", module)
+    scatters = re.findall(r"^(%?[\w.-]+) [^\n]*\{\n(?:[^}\n][^\n]*\n)*?\s*ROOT [^\n]* scatter\(", module, re.MULTILINE)
+    in_hbm = [(name, rest) for kind, name, rest in made if name not in _NO_COPY and "S(1)" not in kind]
+    called = [(name, re.search(r"calls=(%?[\w.-]+)", rest)) for name, rest in in_hbm]
+    return sum(name != "fusion" or call is None or call[1] not in scatters for name, call in called)
+
+
+def step_report(compiled: Any, pages: Any) -> dict[str, int]:
+    """What a compiled step does with `pages` (a KVPages of shapes): bytes on one chip, and copies in the module."""
+    import jax
+
+    leaves = jax.tree.leaves(pages)
+    shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    module, memory = compiled.as_text(), compiled.memory_analysis()
+    page_bytes = sum(leaf.dtype.itemsize * math.prod(shape) for leaf, shape in zip(leaves, shapes, strict=True))
+    aliases = module.split("input_output_alias={", 1)[-1].split("}, entry_computation_layout", 1)[0]
+    return {
+        "page_arrays": len(leaves),
+        "page_bytes": page_bytes,
+        "aliased_arrays": aliases.count("-alias)"),
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "page_copies": num_page_copies(module, shapes),
+        "kernel_calls": module.count('custom_call_target="tpu_custom_call"'),
+    }
+
+
+def chain_report(modules: Sequence[Any], pages: Any) -> dict[str, int]:
+    """The report of a step that may be several programs, each with some layers' pages."""
+    reports = [step_report(module, pages) for module in modules]
+    summed = ("aliased_arrays", "aliased_bytes", "page_copies", "kernel_calls")
+    most = max(report["temp_bytes"] for report in reports)
+    sums = {name: sum(report[name] for report in reports) for name in summed}
+    return reports[0] | sums | {"temp_bytes": most, "programs": len(reports)}
+
+
+def is_in_place(report: dict[str, int]) -> bool:
+    """Whether every page array is the output's buffer too, and nothing copies one."""
+    return (
+        report["page_copies"] == 0
+        and report["aliased_arrays"] >= report["page_arrays"]
+        and report["aliased_bytes"] >= report["page_bytes"]
+    )
+
+
+def first_layers(data: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """A config.json's object for the first layers of its model: counts, and what has an entry or a number per layer."""
+    text = data.get("text_config", data)
+    names = [name for name in ("num_hidden_layers", "decoder_layers", "encoder_layers") if name in text]
+    before = text[names[0]]
+    cut = {
+        name: value[:num_layers]
+        for name, value in text.items()
+        if isinstance(value, list | str) and len(value) == before and name != "architectures"
+    }
+    numbered = text.get("linear_attn_config")  # Kimi Linear's: layers by number, from 1 on
+    if numbered is not None:
+        kept = {k: [i for i in v if i <= num_layers] for k, v in numbered.items() if isinstance(v, list)}
+        cut["linear_attn_config"] = numbered | kept
+    text = text | cut | dict.fromkeys(names, num_layers)
+    whole = data | {"text_config": text} if "text_config" in data else text
+    return {name: value for name, value in whole.items() if name != "quantization_config"}
+
+
+def one_of_each_kind(data: dict[str, Any]) -> dict[str, Any]:
+    """A config.json's object of two layers: one dense and one of experts, recurrent and full, sliding and full.
+
+    The layers are the model's own; only how many there are of each kind is not.
+    """
+    text = data.get("text_config", data)
+    kinds = {"first_k_dense_replace": 1, "full_attention_interval": 2}
+    changed: dict[str, Any] = {name: count for name, count in kinds.items() if name in text}
+    if "sliding_window" in text:
+        changed["layer_types"] = ["sliding_attention", "full_attention"]
+    text = first_layers(text, 2) | changed
+    return data | {"text_config": text} if "text_config" in data else text
+
+
+def config_of(model: str, num_layers: int | None) -> dict[str, Any]:
+    """The config.json's object of a model's first layers, or of one of each kind."""
+    data = json.loads((MODELS / f"{model}.json").read_text())
+    return one_of_each_kind(data) if num_layers is None else first_layers(data, num_layers)
+
+
+def described(chip: str, count: int) -> tuple[str, list[Any]]:
+    """The platform, and `count` devices, of a TPU of four chips, or of one process with as many cards."""
+    from jax.experimental import topologies
+
+    if chip in CHIPS:
+        topology = topologies.get_topology_desc(topology_name=CHIPS[chip].topology_of_four, platform="tpu")
+        return "tpu", list(topology.devices[:count])
+    config, shape = CARDS[chip].config, f"1x1x{count}"
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape)
+    return "gpu", list(topology.devices)
+
+
+def compile_step(
+    chip: str,
+    model: str,
+    *,
+    num_layers: int | None,
+    num_shards: int,
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    num_context: int = 1,
+) -> dict[str, Any]:
+    """Compiles a mixed step, and encoders and work on pages as done before one; the report of the step.
+
+    Heads and weights are split over `num_shards` chips, and with `num_context` > 1 the tokens of pages over so many;
+    kernels then are those that the chip's own process would choose. `chip` may be a card, where jax has its compiler.
+    `num_layers` None: one of each kind.
+    """
+    from unittest import mock
+
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from kvjax.device import Bucket, Buckets, Placement, make_update_step
+    from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
+    from kvjax.device.pages import page_shapes
+    from kvjax.engine.sampling.sampler import sample
+    from kvjax.engine.sampling.sampling_table import SamplingTable
+    from kvjax.models import ModelConfig, build_model
+    from kvjax.models.sharding import param_sharding
+    from kvjax.planning import Parallelism, plan_kv_cache
+
+    config = ModelConfig.from_dict(config_of(model, num_layers))
+    splits = config.splits_cache(num_shards)
+    platform, devices = described(chip, num_context * num_shards)
+    plan = plan_kv_cache(
+        config.kv_cache_specs(max(block_size, config.default_block_size) * num_context, "bfloat16"),
+        max_model_len=8192,
+        num_blocks=num_blocks,
+        max_in_flight_tokens=num_tokens,
+        platform=platform,
+        parallel=Parallelism(tensor=num_shards if splits else 1, page_context=num_context),
+        shared_layers=config.shared_layers,
+    )
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(num_context, num_shards), ("context", "tensor"))
+    placement = Placement(mesh, "tensor" if splits else None, "context" if num_context > 1 else None)
+    abstract = nnx.eval_shape(lambda: build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    params = [
+        (
+            path,
+            param.replace(
+                jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(abstract, path, mesh, "tensor"))
+            ),
+        )
+        for path, param in nnx.to_flat_state(state)
+    ]
+    module = nnx.merge(graph, nnx.from_flat_state(params))
+    columns = 8192 // min(group.spec.block_size for group in plan.groups)
+    bucket = Bucket(num_tokens, _SEQUENCES, columns)
+    dim, embeds = config.embedding_dim, None
+    if dim is not None:
+        embeds = jax.ShapeDtypeStruct((_EMBEDDING_ROWS, dim), "bfloat16", sharding=placement.replicated)
+    backend = platform if num_context == 1 else "auto"
+    step = make_update_step(
+        module,
+        plan.config,
+        Buckets((bucket,)),
+        placement=placement,
+        sample_fn=sample,
+        mrope=config.has_mrope,
+        encoder_shapes=config.encoder_shapes,
+        embeds=embeds is not None,
+        backend=backend,
+    )
+    pages = page_shapes(plan.config, placement)
+    rows = np.zeros(1, np.int64)
+    sampling = SamplingTable().batch(rows, rows)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(mock.patch("jax.default_backend", return_value=platform))
+        if platform == "gpu":  # kernels ask for the card's compute capability
+            stack.enter_context(mock.patch("jax.devices", return_value=devices))
+        programs = step.compiled_programs(pages, bucket, sampling=sampling, embeds=embeds)
+        report: dict[str, Any] = chain_report(programs, pages)
+        sent = sum((collectives(program.as_text(), mesh.shape) for program in programs), Counter())
+        report["collectives"] = [[*each, count] for each, count in sorted(sent.items())]
+        for shape in config.encoder_shapes:
+            encoder = step_report(step.compiled_encoder(pages, shape), pages)
+            report["page_copies"] += encoder["page_copies"]
+            report["aliased_arrays"] = min(report["aliased_arrays"], encoder["aliased_arrays"])
+            report["encoder_temp_bytes"] = encoder["temp_bytes"]
+        ids = jax.ShapeDtypeStruct((8,), np.int32)
+        for lowered in (
+            copy_pages_padded.lower(pages, 0, ids, ids, backend=backend),
+            zero_pages_padded.lower(pages, 0, ids, backend=backend),
+        ):
+            edit = step_report(lowered.compile(), pages)
+            report["page_copies"] += edit["page_copies"]
+            report["edit_aliased_bytes"] = edit["aliased_bytes"]
+    return report
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0, or 1 where the pages are copied."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chip", choices=sorted([*CHIPS, *CARDS]))
+    parser.add_argument("model", help="a name of configs/models")
+    parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument("--each-kind", action="store_true", help="two layers, one of each kind that the model has")
+    parser.add_argument("--shards", type=int, default=4, help="chips")
+    parser.add_argument("--context", type=int, default=1, help="times so many chips, which share the tokens of a page")
+    parser.add_argument("--tokens", type=int, default=256, help="of the step")
+    parser.add_argument(
+        "--blocks", type=int, default=4096, help="so many that pages do not fit into VMEM, where XLA would copy them"
+    )
+    parser.add_argument("--block-size", type=int, default=64, help="but at least the model's own")
+    options = parser.parse_args(arguments)
+    report = compile_step(
+        options.chip,
+        options.model,
+        num_layers=None if options.each_kind else options.layers,
+        num_shards=options.shards,
+        num_tokens=options.tokens,
+        num_blocks=options.blocks,
+        block_size=options.block_size,
+        num_context=options.context,
+    )
+    print(json.dumps(report))
+    return int(not is_in_place(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
