@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.cases.case import Arguments, Results, Sizes, Work, itemsize
 from pallas_kernels.cases.compare import assert_heads_close
 from pallas_kernels.cases.latents import LatentShape, unpacked
+from pallas_kernels.cases.limits import SMALL_PROGRAMS, SMALL_TRIPS
 from pallas_kernels.cases.masks import SINKS, random_mask, random_share
 from pallas_kernels.cases.numbers import one_of, random_array
 from pallas_kernels.cases.pages import random_pages, random_platform
@@ -18,7 +19,7 @@ from pallas_kernels.cases.steps import Step, StepCase, hard_rows
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.layouts import PageLayout
 from pallas_kernels.mask import MaskRule
-from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, mla_paged_attention
+from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, mla_paged_attention, xla_attention
 from pallas_kernels.mla_paged_attention.hard_steps import Shape, make_case
 from pallas_kernels.mla_paged_attention.shapes import SHAPES
 from pallas_kernels.mla_paged_attention.shapes import LatentShape as ModelShape
@@ -57,8 +58,11 @@ class LatentCase(StepCase):
     tile_part: int = 0
     chunk_rows: int = 0
     ahead: int = 0
+    decode_buffers: int = 0
+    tile_buffers: int = 0
     stages: int = 0  # of the kernel for GPU
     num_blocks: int = 0
+    small_trips: int = 0  # of vectorised XLA and Triton: several trips and pieces in a small step
     shared_columns: int = 0  # of hard steps: in which all sequences name the same pages
 
     op = "mla_paged_attention"
@@ -98,6 +102,9 @@ class LatentCase(StepCase):
             sizes = {"queries": 8, "units": one_of(rng, [1, 2, 4]), "decode_block": one_of(rng, [128, 256])}
             sizes |= {"tile_block": 128, "decode_part": 128, "tile_part": 128, "chunk_rows": one_of(rng, [16, 256])}
             sizes |= {"hbm_tables": int(rng.random() < 0.3)}
+            sizes |= {"decode_buffers": one_of(rng, [0, 2]), "tile_buffers": one_of(rng, [0, 4])}
+        if backend in ("xla", "triton"):
+            sizes = {"small_trips": int(rng.integers(2))}
         return cls(
             platform=random_platform(rng, backend),
             tokens=one_of(rng, [1, 2, 7, 9, 24, 33]),
@@ -207,6 +214,10 @@ class LatentCase(StepCase):
         if backend == "gpu" and (self.stages or self.num_blocks):
             tuning = kernel_gpu.Tuning(self.stages or None, self.num_blocks or None)
             return Results(tuple(kernel_gpu.mla_paged_attention(*arrays, **of_kernel, tuning=tuning)), ())
+        if backend in ("xla", "triton") and self.small_trips:
+            limits = {"limits": SMALL_TRIPS} if backend == "xla" else {"by_triton": SMALL_PROGRAMS}
+            of_kernel |= {"share": None if rank is None else KeyShare(rank, self.ranks), **limits}
+            return Results(tuple(xla_attention.mla_paged_attention(*arrays, **of_kernel)), ())
         options |= {"causal": self.mask.causal, "sliding_window": self.mask.sliding_window}
         options |= {"attention_chunk_size": self.mask.attention_chunk_size, "num_sink_tokens": self.sink_tokens}
         options |= {"context_rank": 0 if rank is None else rank, "context_size": self.ranks}
@@ -216,8 +227,7 @@ class LatentCase(StepCase):
 
     @property
     def _tpu_tuning(self) -> kernel_tpu.Tuning:
-        names = ("queries", "units", "decode_block", "tile_block", "decode_part", "tile_part", "chunk_rows", "ahead")
-        sizes = {name: getattr(self, name) for name in names}
+        sizes = {name: getattr(self, name) for name in kernel_tpu.Tuning._fields}
         return kernel_tpu.Tuning(**{name: size for name, size in sizes.items() if size})
 
     def expected(self, arguments: Arguments) -> Results:

@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_kernels.cases.case import Arguments, Results, Sizes, Work, itemsize
 from pallas_kernels.cases.compare import assert_heads_close, assert_same
+from pallas_kernels.cases.limits import SMALL_PROGRAMS, SMALL_TRIPS
 from pallas_kernels.cases.masks import SINKS, random_mask, random_share
 from pallas_kernels.cases.numbers import one_of, random_array, random_values
 from pallas_kernels.cases.pages import random_pages, random_platform, whole_rows
@@ -25,13 +26,9 @@ from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, ragged
 from pallas_kernels.ragged_paged_attention.hard_steps import Shape, make_case
 from pallas_kernels.ragged_paged_attention.oracle import Options, attention, unpacked
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
-from pallas_kernels.triton import walks
-from pallas_kernels.xla.tiles import Limits
 
 _DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 _HEADS = ((1, 1), (1, 2), (2, 2), (3, 1), (4, 2), (5, 1), (8, 1), (9, 3), (16, 1), (2, 4))  # (queries a KV head, those)
-_SMALL_TRIPS = Limits(trip_bytes=1 << 13, pieces_bytes=1 << 13, least_keys=8, most_keys=16)
-_SMALL_PROGRAMS = walks.Limits(programs=6, few_tiles=0, most_keys=16)
 
 
 @dataclass(frozen=True)
@@ -152,11 +149,12 @@ class AttentionCase(StepCase):
         page = one_of(rng, [8, 16, 32, 64, 128, 256] if is_tpu or is_gpu else [1, 3, 4, 16, 64, 128])
         page = whole_rows(page, kv_heads, dtype, platform)
         rank, ranks = random_share(rng, backend)
-        q_dtype = one_of(rng, ["bfloat16", "float32"])
+        q_dtype = one_of(rng, ["bfloat16", "float32"] if is_tpu else ["bfloat16", "float32", "float16"])
         if is_gpu:
             q_dtype = "float16" if dtype == "float16" else "bfloat16"
         writes = ranks == 1 and rng.random() < 0.25
-        head_dim = one_of(rng, [64, 96, 128, 256] if is_gpu else [64, 80, 128, 192, 256])
+        dims = [64, 96, 128, 256] if is_gpu else [64, 80, 128, 192, 256]
+        head_dim = one_of(rng, dims if is_gpu or is_tpu else [1, 16, *dims])
         return cls(
             platform=platform,
             tokens=one_of(rng, [1, 2, 7, 9, 17, 33, 40]),
@@ -351,9 +349,9 @@ class AttentionCase(StepCase):
             tuning_gpu = kernel_gpu.Tuning(**self._sizes(kernel_gpu.Tuning))
             return partial(kernel_gpu.ragged_paged_attention, return_lse=lse, tuning=tuning_gpu)
         if backend == "xla" and self.small_trips:
-            return partial(xla_attention.ragged_paged_attention, share=share, limits=_SMALL_TRIPS)
+            return partial(xla_attention.ragged_paged_attention, share=share, limits=SMALL_TRIPS)
         if backend == "triton" and self.small_trips:
-            return partial(xla_attention.ragged_paged_attention, share=share, by_triton=_SMALL_PROGRAMS)
+            return partial(xla_attention.ragged_paged_attention, share=share, by_triton=SMALL_PROGRAMS)
         return None
 
     def _sizes(self, tuning: Any) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,43 +76,6 @@ def nan_behind(case: Any) -> Any:
     q = case.q.copy()
     q[case.query_start_loc[case.distribution[2]] :] = np.nan
     return dataclasses.replace(case, q=q)
-
-
-def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Choices of one level per factor in which every pair of levels of two factors occurs: greedy, from a seed."""
-    rng = np.random.default_rng(seed)
-    names = list(factors)
-    missing = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(names, 2)
-        for i, j in itertools.product(range(len(factors[a])), range(len(factors[b])))
-    }
-    rows = []
-    while missing:
-        candidates = [{n: int(rng.integers(len(factors[n]))) for n in names} for _ in range(60)]
-        (a, i), (b, j) = min(missing)
-        candidates = [c | {a: i, b: j} for c in candidates]
-        covered = [{((a, c[a]), (b, c[b])) for a, b in itertools.combinations(names, 2)} & missing for c in candidates]
-        best = max(range(len(candidates)), key=lambda n: len(covered[n]))
-        missing -= covered[best]
-        rows.append({n: factors[n][candidates[best][n]] for n in names})
-    return rows
-
-
-def every_level(rows: list[dict[str, Any]]) -> list[int]:
-    """Numbers of a few of the rows in which every level of every factor occurs: greedy from the best row and place."""
-    levels = [{(name, str(level)) for name, level in row.items()} for row in rows]
-
-    def greedy(first: int, turn: int) -> list[int]:
-        """Begins with one row; of rows that add as many levels, it takes the first from `turn` on."""
-        chosen, missing = [first], set().union(*levels) - levels[first]
-        while missing:
-            order = [(n + turn) % len(rows) for n in range(len(rows))]
-            chosen.append(max(order, key=lambda n: len(missing & levels[n])))
-            missing -= levels[chosen[-1]]
-        return sorted(chosen)
-
-    return min((greedy(first, turn) for first in range(len(rows)) for turn in (0, len(rows) // 2)), key=len)
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The TPU kernel against the float64 oracle: features crossed pairwise, ragged steps, NaN wherever unseen, races."""
+"""The TPU kernel against the float64 oracle: ragged steps, NaN wherever unseen, races."""
 
 from __future__ import annotations
 
@@ -20,34 +20,11 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_tpu, mla_paged_attention
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks
 from pallas_kernels.ragged_paged_attention.oracle import Options
-from tests.pallas_kernels.cases import assert_close, pairwise, random_values
+from tests.pallas_kernels.cases import assert_close, random_values
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Case, Shape, make_case
 from tests.pallas_kernels.mla_paged_attention.mla_cases import run as reference
 
 SMALL = kernel_tpu.Tuning(queries=8, units=2, decode_block=128, tile_block=128, decode_part=128, tile_part=128)
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "mask": (
-        {},
-        {"sliding_window": 37},
-        {"attention_chunk_size": 24},
-        {"sliding_window": 20, "num_sink_tokens": 21},
-        {"causal": False},
-    ),
-    "dtype": ("bfloat16", "int8", "float8_e4m3fn", "float32"),
-    "sizes": ((16, 20, 24, 5), (64, 5, 30, 4), (128, 3, 1, 2), (8, 24, 9, 6)),  # page, columns, tokens, rows
-    "heads": (3, 16, 24),
-    "dims": ((24, 8), (192, 64)),  # of a state, of its rotary part
-    "tuning": (
-        SMALL,
-        SMALL._replace(units=1, chunk_rows=16, tile_buffers=4),
-        SMALL._replace(units=4, decode_block=256, decode_buffers=2),
-    ),
-    "q_dtype": ("bfloat16", "float32"),
-    "soft_cap": (None, 1.5),
-    "sinks": (False, True),
-    "scales": (False, True),
-    "tables_in_hbm": (False, True),
-}
 
 
 def compiled(shape: Shape, options: Options, tuning: kernel_tpu.Tuning = SMALL, tables_in_hbm: bool = False):  # type: ignore[no-untyped-def]
@@ -88,33 +65,6 @@ def test_queries_before_position_0_see_nothing(mask: dict[str, Any]) -> None:
         for head in range(4):
             assert_close(out[:, head], expected.out[:, head], "bfloat16", "out")
             assert_close(lse[:, head], expected.lse[:, head], "bfloat16 weights", "lse")
-
-
-def shape_and_options(choice: dict[str, Any]) -> tuple[Shape, Options]:
-    page, columns, tokens, rows = choice["sizes"]
-    dim, rope = choice["dims"]
-    latent = LatentShape(dim, page, choice["dtype"], "tpu")
-    shape = Shape(tokens, rows, columns, choice["heads"], rope, choice["q_dtype"], latent)
-    scale = np.float32(0.02 if choice["dtype"] == "int8" else 1.5 if choice["scales"] else 1.0)
-    scales = {"k_scale": scale, "v_scale": scale} if scale != 1 else {}
-    sinks = np.resize([2.0, -np.inf, 50.0], choice["heads"]) if choice["sinks"] else None
-    return shape, Options(**choice["mask"], soft_cap=choice["soft_cap"], sinks=sinks, **scales)
-
-
-CHOICES = pairwise(FACTORS)
-
-
-@pytest.mark.parametrize(
-    "index", [pytest.param(i, marks=() if i < 2 else pytest.mark.sweep) for i in range(len(CHOICES))]
-)
-def test_every_pair_of_features(index: int) -> None:
-    """Each choice of features over the empty step and random ones; by default two, every pair only in a sweep."""
-    choice = CHOICES[index]
-    shape, options = shape_and_options(choice)
-    run = compiled(shape, options, choice["tuning"], choice["tables_in_hbm"])
-    for seed, rows in ((0, []), (100 * index, None), (100 * index + 1, None), (100 * index + 2, None)):
-        case = make_case(seed, shape, rows, options)
-        assert_right(run(*case.arrays), case, options)
 
 
 SHORT = Shape(40, 4, 12, 5, 8, "bfloat16", LatentShape(24, 16, "bfloat16", "tpu"))

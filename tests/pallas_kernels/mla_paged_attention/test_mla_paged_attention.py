@@ -16,25 +16,6 @@ from pallas_kernels.ragged_paged_attention.oracle import Options
 from tests.pallas_kernels.cases import assert_close, random_values
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, assert_matches_oracle, make_case, run
 
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "mask": ({}, {"sliding_window": 3, "num_sink_tokens": 6}),
-    "cache": ({}, {"dtype": "float8_e4m3fn", "platform": "tpu", "page_size": 6}),
-    "heads": (3, 1),
-    "q_dtype": ("float32", "bfloat16"),
-    "sinks": (False, True),
-    "soft_cap": (None, 1.5),
-}
-MORE_FACTORS = FACTORS | {
-    "mask": (*FACTORS["mask"], {"sliding_window": 5}, {"attention_chunk_size": 8}, {"causal": False}),
-    "cache": (
-        *FACTORS["cache"],
-        {"dtype": "bfloat16", "platform": "tpu"},
-        {"dtype": "int8", "page_size": 16},
-        {"dtype": "int8", "platform": "tpu"},
-    ),
-}
-
-
 WINDOW = Options(sliding_window=9)
 
 

@@ -33,21 +33,6 @@ SHAPE = Shape(
 )  # fmt: skip
 ROWS = [(1, 270), (1, 5), (6, 37), (35, 210)]  # more blocks than stages; pieces that end within a sequence
 DECODE, PREFILL = [(1, 270), (1, 5), (1, 130)], [(40, 280)]
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "full": ({}, {}),
-    "window and sink tokens": (
-        {"q_dtype": "float16", "kv_dtype": "float16", "head_dim": 80, "head_dim_v": 64},
-        {"sliding_window": 70, "num_sink_tokens": 19, "soft_cap": 1.5},
-    ),
-    "chunk, int8": (
-        {"page_size": 8, "num_columns": 36, "num_q_heads": 5, "kv_dtype": "int8", "head_dim": 160},
-        {"attention_chunk_size": 96, "sm_scale": 0.002},
-    ),
-    "float8, pages larger than blocks": (
-        {"page_size": 128, "num_columns": 3, "num_q_heads": 4, "num_kv_heads": 2, "kv_dtype": "float8_e4m3fn"},
-        {"sliding_window": 100},
-    ),
-}
 
 
 def compiled(shape: Shape, options: Options, tuning: kernel_gpu.Tuning = SMALL) -> Callable[..., Any]:
@@ -71,20 +56,6 @@ def compiled(shape: Shape, options: Options, tuning: kernel_gpu.Tuning = SMALL) 
 def plain() -> Callable[..., Any]:
     """The kernels for `SHAPE`, without features."""
     return compiled(SHAPE, Options())
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_oracle(name: str) -> None:
-    """Decoding and longer sequences, more blocks than stages, tiles that are not full; also no step at all."""
-    change, mask = CASES[name]
-    shape = replace(SHAPE, **change)
-    rng = np.random.default_rng(1)
-    options = Options(**mask, sinks=rng.standard_normal(shape.num_q_heads), k_scale=0.7, v_scale=1.3)
-    run = plain() if name == "full" else compiled(shape, options)
-    options = Options() if name == "full" else options
-    for rows in ([], ROWS) if name == "full" else (ROWS,):
-        case = make_case(1, shape, rows, options)
-        assert_right(run(*case.arrays), case.expected(options), case.shape.q_dtype)
 
 
 def test_cross_attention_may_have_more_queries_than_keys() -> None:

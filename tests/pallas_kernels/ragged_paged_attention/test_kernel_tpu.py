@@ -19,35 +19,9 @@ from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_atten
 from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_tuning import tile_queries, tile_rows
-from tests.pallas_kernels.cases import Case, Shape, assert_close, every_level, make_case, pairwise, random_values
+from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case, random_values
 from tests.pallas_kernels.cases import run as run_reference
-from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import shape_and_options
 
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "mask": (
-        {},
-        {"sliding_window": 37},
-        {"attention_chunk_size": 24},
-        {"sliding_window": 20, "num_sink_tokens": 21},
-        {"causal": False},
-    ),
-    "cache": tuple(
-        {"kv_dtype": name, "platform": "tpu"}
-        for name in ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "float32")
-    ),
-    "sizes": tuple(
-        {"page_size": page, "num_columns": columns, "num_tokens": tokens, "num_rows": 4}
-        for page, columns, tokens in ((16, 20, 24), (64, 5, 70), (32, 10, 1), (256, 2, 5))
-    ),
-    "heads": ((4, 2), (2, 2), (5, 1), (9, 3)),
-    "head_dim": (64, 128, 80, 192),
-    "q_dtype": ("bfloat16", "float32"),
-    "soft_cap": (None, 1.5),
-    "sinks": (False, True),
-    "scales": (None, "scalar", "per_head"),
-    "tables_in_hbm": (False, True),
-    "max_unrolled": (8, 1),
-}
 SMALL_BLOCKS = kernel_tpu.Tuning(queries=8, decode_block=128, tile_block=128)
 
 
@@ -74,31 +48,6 @@ def assert_right(result: tuple[np.ndarray, ...], case: Case, options: Options) -
     exact = "float32" in (case.shape.q_dtype, case.shape.kv_dtype)  # else weights are summed as bfloat16
     assert_close(result[0], out, case.shape.q_dtype, "out")
     assert_close(result[1], lse, "float32" if exact else "bfloat16 weights", "lse")
-
-
-CHOICES = pairwise(FACTORS)
-ALWAYS = every_level(CHOICES)
-
-
-@pytest.mark.parametrize(
-    "index", [pytest.param(i, marks=() if i in ALWAYS else pytest.mark.sweep) for i in range(len(CHOICES))]
-)
-def test_every_pair_of_features(index: int) -> None:
-    """Each choice of features over the empty step and two random ones.
-
-    By default choices in which every level of every feature occurs, with every pair of them only in a sweep.
-    """
-    choice = CHOICES[index]
-    shape, options = shape_and_options(choice, index)
-    tuning = SMALL_BLOCKS._replace(
-        decode_block=max(128, shape.page_size),
-        tile_block=max(128, shape.page_size),
-        max_unrolled=choice["max_unrolled"],
-    )
-    run = compiled(shape, options, tuning, choice["tables_in_hbm"])
-    for seed, rows in ((0, []), (100 * index, None), (100 * index + 1, None)):
-        case = make_case(seed, shape, rows, options)
-        assert_right(run(*case.arrays), case, options)
 
 
 LONG = Shape(

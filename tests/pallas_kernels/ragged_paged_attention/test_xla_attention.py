@@ -12,49 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.limits import SMALL_TRIPS
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla_attention
 from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.xla.lanes import Lanes
 from pallas_kernels.xla.tiles import Limits
-from tests.pallas_kernels.cases import Shape, assert_right, every_level, make_case, pairwise, random_values, static_of
-from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import FACTORS, MORE_FACTORS, shape_and_options
+from tests.pallas_kernels.cases import Shape, assert_right, make_case, random_values, static_of
 
-SMALL = Limits(trip_bytes=1 << 13, pieces_bytes=1 << 13, least_keys=8, most_keys=16)  # several trips, lanes and chunks
-CASES = pairwise(FACTORS)
-FEW = every_level(CASES)
 ROWS = [(1, 30), (1, 1), (17, 40), (5, 5)]
 
 
-def compiled(shape: Shape, options: Options, limits: Limits = SMALL) -> Callable[..., Any]:
+def compiled(shape: Shape, options: Options, limits: Limits = SMALL_TRIPS) -> Callable[..., Any]:
     """The path for steps of one shape."""
     v_scale = None if options.v_scale is None else jnp.asarray(options.v_scale, jnp.float32)
     static = static_of(options) | {"num_kv_heads": shape.num_kv_heads, "v_scale": v_scale, "limits": limits}
     return jax.jit(functools.partial(xla_attention.ragged_paged_attention, **static))
-
-
-@pytest.mark.parametrize(
-    "index",
-    [pytest.param(index, marks=() if index in FEW else pytest.mark.sweep) for index in range(len(CASES))],
-)
-def test_every_feature(index: int) -> None:
-    """Ragged steps of each choice, the empty one among them; sequences of fewer tokens than queries, too."""
-    shape, options = shape_and_options(CASES[index], index)
-    run = compiled(shape, options)
-    for seed, rows in enumerate(([], [(1, 0), (2, 1), (3, 3), (5, 2)], None, None)):
-        case = make_case(100 * index + seed, shape, rows and rows[: shape.num_rows], options)
-        assert_right(run(*case.arrays), case.expected(options), shape.q_dtype)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(2))
-def test_sweep(seed: int) -> None:
-    """More levels of every feature, with the limits that ship in half of them."""
-    for index, choice in enumerate(pairwise(MORE_FACTORS, seed)):
-        shape, options = shape_and_options(choice, 1000 * seed + index)
-        run = compiled(shape, options, (SMALL, Limits())[index % 2])
-        for step in range(3):
-            case = make_case(10_000 * seed + 100 * index + step, shape, None, options)
-            assert_right(run(*case.arrays), case.expected(options), shape.q_dtype)
 
 
 def test_sequences_of_several_queries_decode_together() -> None:

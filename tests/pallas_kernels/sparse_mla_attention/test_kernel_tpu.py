@@ -21,7 +21,7 @@ from pallas_kernels.sparse_mla_attention.shapes import SHAPES
 from pallas_kernels.tpu.latent_blocks import StateBlocks
 from pallas_kernels.tpu.memory import pallas_calls
 from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import assert_close, pairwise, random_values
+from tests.pallas_kernels.cases import assert_close, random_values
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
 
 FP8 = LatentFp8(rope_dim=8, group=8)
@@ -36,21 +36,6 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "window": ({"window": 140, "q_dtype": "bfloat16", **BFLOAT16}, True),
     "all": ({"ratio": 1, "entry_page_size": 2, **FP8_PAGES}, False),
     "picks": ({"ratio": 4, "topk": 5, "q_dtype": "bfloat16", "entry_page_size": 8, **FP8_PAGES}, True),
-}
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "kind": ({"window": 140}, {"ratio": 4, "topk": 5}, {"ratio": 1}, {"ratio": 1, "topk": 150}, {"ratio": 128}),
-    "cache": (
-        BFLOAT16,
-        FP8_PAGES,
-        {"latent": LatentShape(24, 8, "float32", "tpu"), "num_columns": 20},
-        {"entries": FP8, "latent": LatentShape(FP8_WIDTH, 64, "int8", "tpu"), "num_columns": 3},
-        {"entries": LatentFp8(64, 64), "latent": LatentShape(584, 16, "int8", "tpu"), "dim": 512, "num_columns": 10},
-    ),
-    "entry_page_size": (1, 2, 64),
-    "num_q_heads": (3, 1, 20),
-    "q_dtype": ("float32", "bfloat16", "float16"),
-    "window": (5, 1, 30),
-    "sinks": (False, True),
 }
 
 
@@ -158,18 +143,6 @@ def test_more_picks_than_a_part() -> None:
     """DMAs of a whole part are started while another is attended."""
     shape = Shape(num_tokens=2, num_rows=2, ratio=1, topk=140, entry_page_size=8, **BFLOAT16)
     assert_right(compiled(shape, None), make_case(0, shape, [(1, 160), (1, 155)]), None)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("index", range(len(pairwise(FACTORS))))
-def test_every_pair_of_features(index: int) -> None:
-    choice = dict(pairwise(FACTORS)[index])
-    cache, kind, has_sinks = (choice.pop(name) for name in ("cache", "kind", "sinks"))
-    shape = Shape(num_tokens=18, **(cache | choice | kind))
-    sinks = np.resize(SINKS, shape.num_q_heads) if has_sinks else None
-    run = compiled(shape, sinks)
-    for seed, rows in (*STEPS, (100 + index, None)):
-        assert_right(run, make_case(seed, shape, rows), sinks)
 
 
 @pytest.mark.sweep

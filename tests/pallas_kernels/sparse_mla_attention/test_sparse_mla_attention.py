@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import chex
 import jax.numpy as jnp
 import numpy as np
@@ -19,22 +17,6 @@ from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Shape, assert
 
 FP8 = LatentFp8(rope_dim=8, group=8)
 FP8_WIDTH = FP8.width(24)
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "kind": ({"window": 140}, {"ratio": 4, "topk": 5}, {"ratio": 1}),
-    "cache": ({}, {"entries": FP8, "latent": LatentShape(FP8_WIDTH, 6, "int8", "tpu")}),
-    "heads": (3,),
-    "q_dtype": ("float32", "bfloat16"),
-    "sinks": (False, True),
-}
-MORE_FACTORS = FACTORS | {
-    "heads": (3, 1),
-    "kind": (*FACTORS["kind"], {"ratio": 1, "topk": 150}, {"ratio": 128, "window": 1}, {"ratio": 3, "topk": 1}),
-    "cache": (
-        *FACTORS["cache"],
-        {"latent": LatentShape(24, 4, "bfloat16", "tpu"), "entry_page_size": 1},
-        {"entries": FP8, "latent": LatentShape(FP8_WIDTH, 16, "int8"), "entry_page_size": 64},
-    ),
-}
 
 
 def test_a_schedule_serves_all_layers_of_a_kind() -> None:

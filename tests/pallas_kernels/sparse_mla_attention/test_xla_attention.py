@@ -8,35 +8,32 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.latents import LatentShape
+from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.sparse_mla_attention import xla_attention
 from pallas_kernels.token_places import EntryTiles
-from tests.pallas_kernels.cases import assert_right, every_level, pairwise
+from tests.pallas_kernels.cases import assert_right
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Shape, make_case
 from tests.pallas_kernels.sparse_mla_attention.test_kernel_tpu import arguments, op_of
-from tests.pallas_kernels.sparse_mla_attention.test_sparse_mla_attention import FACTORS, MORE_FACTORS
 
 ROWS = (None, [(1, 1), (0, 0), (1, 150), (17, 130), (5, 5)])
-_CASES = pairwise(FACTORS)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(_CASES[index] for index in every_level(_CASES)),
-        *(pytest.param(case, marks=pytest.mark.sweep) for case in pairwise(MORE_FACTORS, seed=2)),
-    ],
-    ids=str,
+FP8 = LatentFp8(rope_dim=8, group=8)
+CASES: tuple[dict[str, Any], ...] = (
+    {"window": 140, "q_dtype": "bfloat16"},
+    {"ratio": 4, "topk": 5, "entries": FP8, "latent": LatentShape(FP8.width(24), 6, "int8", "tpu")},
+    {"ratio": 1},
 )
-def test_random_steps(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All features, in tiles that tokens and entries exceed."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_and_entries_that_exceed_a_tile(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of layer in tiles of 7 tokens and 11 entries."""
     monkeypatch.setattr(xla_attention, "tiles_for", lambda q: EntryTiles(7, 11))
-    shape = Shape(num_q_heads=case["heads"], q_dtype=case["q_dtype"], **case["kind"], **case["cache"])
-    sinks = np.array([2.0, -np.inf, 50.0])[: case["heads"]] if case["sinks"] else None
+    shape, sinks = Shape(num_q_heads=3, **case), np.array([2.0, -np.inf, 50.0])
     run = jax.jit(op_of(shape, backend="xla"))
     for seed, rows in enumerate(ROWS):
         made = make_case(seed, shape, rows)
-        result = run(*arguments(made, sinks))
-        assert_right(result[:2], made.expected(sinks), shape.q_dtype)
+        assert_right(run(*arguments(made, sinks))[:2], made.expected(sinks), shape.q_dtype)
 
 
 def test_tiles_fit_their_bytes() -> None:
