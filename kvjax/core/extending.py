@@ -9,15 +9,8 @@ from kvjax.core.hashing.block_hash import (
     get_group_id,
     make_block_hash_with_group_id,
 )
-from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionManager
-from kvjax.core.kinds.cross_attention import CrossAttentionManager
-from kvjax.core.kinds.full_attention import FullAttentionManager
-from kvjax.core.kinds.mamba import MambaManager
-from kvjax.core.kinds.mla import MLAAttentionManager, SlidingWindowMLAManager
-from kvjax.core.kinds.registry import manager_class_of, register_kv_cache_manager, registered_specs
+from kvjax.core.kinds.registry import register_kv_cache_spec, registered_specs
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
-from kvjax.core.kinds.sink_full import SinkFullAttentionManager
-from kvjax.core.kinds.sliding_window import SlidingWindowManager
 from kvjax.core.manager.coordinator import (
     HybridKVCacheCoordinator,
     KVCacheCoordinator,
@@ -32,7 +25,7 @@ from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.cache_tier import CacheTier
 from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.record.call_replay import ReplayedCalls, replay_calls
-from kvjax.core.spec import AttentionSpec, KVCacheSpec
+from kvjax.core.spec import AttentionSpec, KVCacheSpec, WholeSequenceSpec, WindowedSpec
 from kvjax.core.watch.evicted_blocks import EvictedBlock
 
 __all__ = [
@@ -43,13 +36,10 @@ __all__ = [
     "BlockPool",
     "CacheTier",
     "CallRecorder",
-    "ChunkedLocalAttentionManager",
     "CostAwarePolicy",
-    "CrossAttentionManager",
     "EvictedBlock",
     "EvictionPolicy",
     "FreeKVCacheBlockQueue",
-    "FullAttentionManager",
     "HashedBlocks",
     "HybridKVCacheCoordinator",
     "KVCacheBlock",
@@ -58,22 +48,18 @@ __all__ = [
     "KVCacheManagerSnapshot",
     "KVCacheSpec",
     "LRUPolicy",
-    "MLAAttentionManager",
-    "MambaManager",
     "ReplayedCalls",
     "SegmentedLRUPolicy",
     "SingleTypeKVCacheManager",
-    "SinkFullAttentionManager",
-    "SlidingWindowMLAManager",
-    "SlidingWindowManager",
     "StepFlow",
     "UnitaryKVCacheCoordinator",
+    "WholeSequenceSpec",
+    "WindowedSpec",
     "get_block_hash",
     "get_group_id",
     "get_kv_cache_coordinator",
     "make_block_hash_with_group_id",
-    "manager_class_of",
-    "register_kv_cache_manager",
+    "register_kv_cache_spec",
     "registered_specs",
     "replay_calls",
 ]

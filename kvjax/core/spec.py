@@ -16,7 +16,10 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from kvjax.core.tables.ints_or_arrays import IntOrArray, at_least
 from pallas_kernels.layouts import PageLayout, attention_layout, cdiv, dtype_bits
+
+NEVER = 1 << 60  # a token count that no request reaches
 
 
 class StatePages(Protocol):
@@ -53,7 +56,11 @@ class StatePages(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec(abc.ABC):
-    """Cache of one layer: `block_size` tokens a block."""
+    """Cache of one layer: `block_size` tokens a block. All that tells its kind from others.
+
+    A kind of your own is a class of specs: what it adds to a base class here are the abstract methods that are left,
+    and the flags that differ. `kvjax.core.kinds.registry` makes it known to saved states.
+    """
 
     # Fields that say how a page looks or what of it is read, not which tokens it holds.
     layer_fields: ClassVar[frozenset[str]] = frozenset()
@@ -63,6 +70,17 @@ class KVCacheSpec(abc.ABC):
     kept_fields: ClassVar[frozenset[str]] = frozenset()
     # First tokens of a request that every later one sees, whatever else is released.
     num_sink_tokens: ClassVar[int] = 0
+    # Whether tokens ever leave what later ones see: then blocks are released before the request ends, and a shorter
+    # prefix of a hit need not be a hit.
+    forgets: ClassVar[bool] = False
+    # Whether hits of some lengths need more blocks than others, and hits of other lengths none.
+    hit_size_varies: ClassVar[bool] = False
+    # Whether other requests may hit the blocks. Else they are never registered, and lookups pass the kind over.
+    is_prefix_cacheable: ClassVar[bool] = True
+    # Whether hits can drop their last block, as drafting heads (EAGLE) need it.
+    supports_eagle: ClassVar[bool] = False
+    # Whether a block may be spread over the ranks of context parallelism.
+    supports_context_parallelism: ClassVar[bool] = False
 
     block_size: int  # tokens of a block
 
@@ -111,12 +129,59 @@ class KVCacheSpec(abc.ABC):
         """Arrays that hold one layer's pages on `platform` ("cpu", "gpu" or "tpu"), heads over `num_shards` devices."""
 
     @abc.abstractmethod
+    def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
+        """Leading tokens that no token after the first `num_computed_tokens` attends to, but for those kept."""
+
+    @abc.abstractmethod
+    def tokens_until_skipped(self, num_tokens: IntOrArray) -> IntOrArray:
+        """Fewest computed tokens at which the first `num_tokens` are skipped (or `NEVER`)."""
+
+    @abc.abstractmethod
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """Most blocks that one request ever holds at once (the admission cap of windowed kinds).
 
         `max_in_flight_tokens` is the most tokens that steps in flight may add (batches in flight times the
         token budget of a step).
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeSequenceSpec(KVCacheSpec):
+    """A kind whose tokens all stay visible, so that a request holds its blocks until it ends."""
+
+    def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
+        """None."""
+        return num_computed_tokens * 0
+
+    def tokens_until_skipped(self, num_tokens: IntOrArray) -> IntOrArray:
+        """`NEVER`."""
+        return num_tokens * 0 + NEVER
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedSpec(KVCacheSpec):
+    """A kind whose token n sees the last `sliding_window` tokens, its own included.
+
+    tokens   0 ............ n-W | n-W+1 ................ n-1 | n
+             skipped: n - W + 1 | W - 1 tokens that a hit needs
+    """
+
+    forgets: ClassVar[bool] = True
+
+    sliding_window: int  # tokens that a query sees, its own included
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window < 1:
+            raise ValueError(f"expected sliding_window >= 1, got {self.sliding_window}")
+
+    def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
+        """Tokens before the window of the next token."""
+        return at_least(num_computed_tokens - (self.sliding_window - 1), 0)
+
+    def tokens_until_skipped(self, num_tokens: IntOrArray) -> IntOrArray:
+        """Computed tokens whose next one has a window behind them."""
+        return num_tokens + (self.sliding_window - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,11 +353,14 @@ class KVCacheConfig:
 
 
 __all__ = [
+    "NEVER",
     "AttentionSpec",
     "KVCacheConfig",
     "KVCacheGroupSpec",
     "KVCachePoolSpec",
     "KVCacheSpec",
     "StatePages",
+    "WholeSequenceSpec",
+    "WindowedSpec",
     "cdiv",
 ]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.spec import KVCacheSpec
 from kvjax.planning.spec_rules import num_shards
 
@@ -87,7 +86,7 @@ class Parallelism:
                 f"{_parts_of(spec)}, "
                 f"got {self.decode_context}"
             )
-        if self.context > 1 and not manager_class_of(spec).supports_context_parallelism:
+        if self.context > 1 and not spec.supports_context_parallelism:
             raise NotImplementedError(
                 f"{spec.kind} layers do not work with context parallelism, got {self.context} context ranks; expected 1"
             )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.planning.grouping import LayerGroup, group_layers
 from kvjax.planning.load import Load
@@ -148,7 +147,7 @@ class CacheShape:
         if _grows_with_length(spec):
             return Fraction(num_tokens, spec.block_size * self.parallel.context)
         held = self.request_blocks(spec, num_tokens)
-        if not manager_class_of(spec).is_prefix_cacheable:
+        if not spec.is_prefix_cacheable:
             return Fraction(held)
         return Fraction(1 if spec.state_pages is not None else max(held - 1, 1))
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from kvjax.core import FullAttentionSpec, KVCacheManager, MLAAttentionSpec, Request
-from kvjax.core.kinds.full_attention import FullAttentionManager
-from kvjax.core.kinds.registry import register_kv_cache_manager
 from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.planning import Parallelism, plan_kv_cache
 from tests.planning.test_plan import full, layers
@@ -126,12 +124,7 @@ def test_parallelism_is_said_once() -> None:
 
 
 class SplitlessSpec(FullAttentionSpec):
-    """Full attention whose manager cannot split tokens over ranks."""
-
-
-@register_kv_cache_manager(SplitlessSpec)
-class SplitlessManager(FullAttentionManager):
-    """As full attention otherwise."""
+    """Full attention that cannot split tokens over ranks."""
 
     supports_context_parallelism = False
 

@@ -15,7 +15,6 @@ from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
-from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.kinds.sink_full import SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
@@ -64,7 +63,7 @@ def translate_spec(spec: Any, release: Release, dcp_world_size: int = 1) -> KVCa
     translated = translate(spec)
     if dcp_world_size == 1 or not release.rules.shards_by_group or not spec.dcp_sharded:
         return translated
-    if not manager_class_of(translated).supports_context_parallelism:
+    if not translated.supports_context_parallelism:
         raise NotImplementedError(
             f"vllm {release.name}: {name}.dcp_sharded=True with dcp_world_size={dcp_world_size} has no counterpart in "
             "kvjax.core"

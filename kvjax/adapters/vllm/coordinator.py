@@ -114,7 +114,7 @@ class Coordinator:
         cacheable = [manager.group_ids for manager, _ in core.groups.cacheable_lookups]
         self.attention_groups = [SpecGroup(specs[group_ids[0]], list(group_ids)) for group_ids in cacheable]
         self.group_block_sizes = tuple(manager.block_size for manager in self.single_type_managers)
-        full = [i for i in range(len(specs)) if core.groups.place_of_group(i)[0].hits_are_prefix_closed]
+        full = [i for i in range(len(specs)) if not core.groups.place_of_group(i)[0].forgets]
         self.full_attention_group_id = full[0] if full else None
 
     def get_blocks(self, request_id: str) -> tuple[Sequence[Any], ...]:

@@ -12,21 +12,21 @@ After n computed tokens the next token (number n) starts or continues the chunk 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
-import numpy as np
-
-from kvjax.core.kinds.local_attention import LocalAttentionManager
-from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.single_type_manager import IntOrArray
+from kvjax.core.kinds.registry import register_kv_cache_spec
 from kvjax.core.spec import AttentionSpec, cdiv
+from kvjax.core.tables.ints_or_arrays import IntOrArray
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """K and V of the current chunk."""
+    """K and V of the current chunk. A hit needs those of its last, unfinished chunk."""
 
     kept_fields: ClassVar[frozenset[str]] = frozenset({"attention_chunk_size"})
+    forgets: ClassVar[bool] = True
+    hit_size_varies: ClassVar[bool] = True
 
     attention_chunk_size: int  # a token sees only its own chunk
 
@@ -40,33 +40,15 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         """Name in KV events."""
         return "chunked_local_attention"
 
+    def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
+        """Tokens before the chunk of the next token."""
+        return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
+
+    def tokens_until_skipped(self, num_tokens: IntOrArray) -> IntOrArray:
+        """Computed tokens at which the first chunk begins that starts behind them."""
+        return -(-num_tokens // self.attention_chunk_size) * self.attention_chunk_size
+
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """`cdiv(min(chunk + in flight, max_model_len), block)`; one more where a chunk may start inside a block."""
         tokens = min(self.attention_chunk_size + max_in_flight_tokens, max_model_len)
         return cdiv(tokens, self.block_size) + (self.attention_chunk_size % self.block_size > 0)
-
-
-@final
-@register_kv_cache_manager(ChunkedLocalAttentionSpec)
-class ChunkedLocalAttentionManager(LocalAttentionManager):
-    """Releases the blocks of a chunk when the next begins; a hit needs those of its last, unfinished chunk."""
-
-    supports_eagle: ClassVar[bool] = False
-    hit_size_varies: ClassVar[bool] = True
-
-    kv_cache_spec: ChunkedLocalAttentionSpec
-
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Tokens before the chunk of the next token."""
-        chunk = self.kv_cache_spec.attention_chunk_size
-        return num_computed_tokens // chunk * chunk
-
-    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
-        """Tokens before the chunk of the next token, for int64[n] rows."""
-        chunk = self.kv_cache_spec.attention_chunk_size
-        return num_computed_tokens // chunk * chunk
-
-    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
-        """Computed tokens at which the first chunk begins that starts after the block `first_live`."""
-        chunk = self.kv_cache_spec.attention_chunk_size
-        return -(-(first_live + 1) * self.block_size // chunk) * chunk

@@ -1,6 +1,6 @@
 """Kinds whose rows grow by a block whenever their slots need one: column i holds slots i * block_size and on.
 
-Flow:    PositionalManager, CrossAttentionManager say what slots are -> [ColumnManager] -> SingleTypeKVCacheManager
+Flow:    PositionalManager, EncoderManager say what slots are -> [ColumnManager] -> SingleTypeKVCacheManager
 Source:  vLLM v1/core/single_type_kv_cache_manager.py
 """
 

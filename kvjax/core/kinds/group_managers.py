@@ -18,8 +18,10 @@ import numpy as np
 
 from kvjax.core.hashing.block_hashing import BlockHashing
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNeed
+from kvjax.core.kinds.encoder_columns import EncoderManager
 from kvjax.core.kinds.manager_settings import ManagerSettings
-from kvjax.core.kinds.registry import manager_class_of
+from kvjax.core.kinds.positional import PositionalManager
+from kvjax.core.kinds.recurrent import RecurrentManager
 from kvjax.core.kinds.retention import Retention, default_interval
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateSteps
@@ -62,7 +64,7 @@ class GroupManagers:
         self.num_groups = len(kv_cache_config.kv_cache_groups)
         self.drops_last_block = self._find_eagle_managers(kv_cache_config, options.use_eagle)  # per manager
         self.cacheable = tuple(manager for manager in self.managers if manager.is_prefix_cacheable)
-        self.releasing = tuple(manager for manager in self.managers if manager.frees_skipped_blocks)
+        self.releasing = tuple(manager for manager in self.managers if manager.forgets)  # before their requests end
         self.has_tier = pools[0].tier_link is not None  # whether blocks can lie beyond the pools
         self.reads_encoder = any(manager.reads_encoder for manager in self.managers)
         self.alignment = lcm(*(manager.block_size for manager in self.cacheable))  # tokens: hits are multiples of it
@@ -85,7 +87,7 @@ class GroupManagers:
         self._check_kinds()
         self.retention = self._make_retention()
         self._register_what_hits_need()
-        if self.frees_skipped_blocks:
+        if self.releasing:
             for pool in pools:
                 pool.eviction_policy.note_checkpoints()
         checkpoints = [(manager, manager.checkpoints) for manager in self.cacheable]
@@ -100,7 +102,7 @@ class GroupManagers:
         for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
             group_ids.setdefault((group.kv_cache_spec, group.pool_id), []).append(group_id)
         managers = tuple(
-            manager_class_of(spec)(spec, self.pools[pool_id], tuple(ids), self.settings, self.fresh_blocks[pool_id])
+            _family_of(spec)(spec, self.pools[pool_id], tuple(ids), self.settings, self.fresh_blocks[pool_id])
             for (spec, pool_id), ids in group_ids.items()
         )
         for manager in managers:
@@ -117,7 +119,7 @@ class GroupManagers:
     def _check_kinds(self) -> None:
         for manager, drops in zip(self.managers, self.drops_last_block, strict=True):
             kind = manager.kv_cache_spec.kind
-            if drops and not manager.supports_eagle:
+            if drops and not manager.kv_cache_spec.supports_eagle:
                 raise NotImplementedError(f"{kind} attention does not work with use_eagle=True")
             caches = self.options.enable_caching and manager.is_prefix_cacheable
             if caches and manager.block_size % self.hashing.hash_block_size:
@@ -142,7 +144,7 @@ class GroupManagers:
 
     def _default_interval(self) -> int | None:
         """Where a kind forgets and hits are of whole blocks; None elsewhere."""
-        forgets = any(not manager.hits_are_prefix_closed for manager in self.cacheable)
+        forgets = any(manager.forgets for manager in self.cacheable)
         if forgets and self.options.enable_caching and not self.options.sub_block_hits:
             return default_interval(self.alignment)
         return None
@@ -154,17 +156,17 @@ class GroupManagers:
             return
         keeps_varying = retention is None or retention.is_vllms
         for manager, drops in self.cacheable_lookups:
-            if not (manager.hits_are_prefix_closed or (manager.hit_size_varies and keeps_varying)):
+            if manager.forgets and not (manager.kv_cache_spec.hit_size_varies and keeps_varying):
                 manager.retain(self._checkpoints_of(manager, drops))
 
     def _checkpoints_of(self, manager: SingleTypeKVCacheManager, drops_last_block: bool) -> CheckpointColumns:
         """What hits of a manager's kind need: on probation where its pool's policy knows that, else left out."""
         need = CheckpointNeed(
             manager.block_size,
-            manager.count_skipped_tokens,
+            manager.get_num_skipped_tokens,
             self.settings.max_model_len + self.alignment,
             num_before=int(self.needs_last_block),
-            num_after=int(drops_last_block and manager.needs_dropped_block),
+            num_after=int(drops_last_block and not manager.holds_states),
             num_first=manager.num_kept_columns,
         )
         retention = self.retention
@@ -180,11 +182,6 @@ class GroupManagers:
         `max_length` is that of a hit, `num_hashed` the tokens that have hashes.
         """
         return min(length + manager.block_size, num_hashed if self.may_drop_end else max_length)
-
-    @property
-    def frees_skipped_blocks(self) -> bool:
-        """Whether any group releases blocks before its request ends."""
-        return bool(self.releasing)
 
     @property
     def cacheable_lookups(self) -> list[tuple[SingleTypeKVCacheManager, bool]]:
@@ -245,6 +242,12 @@ class GroupManagers:
             fresh.clear()
         for index in self.sub_block_indices:
             index.new_step_starts()
+
+
+def _family_of(spec: KVCacheSpec) -> type[SingleTypeKVCacheManager]:
+    if spec.state_pages is not None:
+        return RecurrentManager
+    return EncoderManager if spec.reads_encoder else PositionalManager
 
 
 def _describe_to_events(manager: SingleTypeKVCacheManager) -> None:

@@ -6,18 +6,19 @@ Source:  vLLM v1/kv_cache_interface.py (MambaSpec), v1/core/single_type_kv_cache
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
-from kvjax.core.kinds.recurrent import RecurrentManager
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
-from kvjax.core.kinds.registry import register_kv_cache_manager
+from kvjax.core.kinds.registry import register_kv_cache_spec
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec(RecurrentSpec):
     """Arrays of one state: `shapes` and `dtypes` side by side."""
 
     layer_fields: ClassVar[frozenset[str]] = RecurrentSpec.layer_fields | {"shapes", "dtypes"}
+    supports_eagle: ClassVar[bool] = True
 
     shapes: tuple[tuple[int, ...], ...]  # of each array of one state
     dtypes: tuple[str, ...]  # of each array
@@ -36,11 +37,3 @@ class MambaSpec(RecurrentSpec):
     def state_dtypes(self) -> tuple[str, ...]:
         """`dtypes`."""
         return self.dtypes
-
-
-@final
-@register_kv_cache_manager(MambaSpec)
-class MambaManager(RecurrentManager):
-    """States of one process, in order."""
-
-    supports_eagle: ClassVar[bool] = True

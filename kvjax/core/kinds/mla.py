@@ -9,12 +9,10 @@ tokens. Keys and values are one vector, so there is no second array for values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
-from kvjax.core.kinds.full_attention import WholePrefixManager
-from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.sliding_window import WindowManager
-from kvjax.core.spec import KVCacheSpec, cdiv
+from kvjax.core.kinds.registry import register_kv_cache_spec
+from kvjax.core.spec import KVCacheSpec, WholeSequenceSpec, WindowedSpec, cdiv
 from pallas_kernels.layouts import PageLayout, dtype_bits, latent_layout
 
 
@@ -77,11 +75,14 @@ class LatentSpec(KVCacheSpec):
         )
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
-class MLAAttentionSpec(LatentSpec):
+class MLAAttentionSpec(WholeSequenceSpec, LatentSpec):
     """Latent vectors of every token. `sliding_window` is the mask of a promoted window."""
 
     layer_fields: ClassVar[frozenset[str]] = LatentSpec.layer_fields | {"sliding_window"}
+    supports_context_parallelism: ClassVar[bool] = True
+    supports_eagle: ClassVar[bool] = True
 
     sliding_window: int | None = None  # mask of a promoted window
 
@@ -96,17 +97,11 @@ class MLAAttentionSpec(LatentSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentWindowSpec(LatentSpec):
+class LatentWindowSpec(WindowedSpec, LatentSpec):
     """Latent vectors of the last `sliding_window` tokens; who may hit them, subclasses say."""
 
     kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
-
-    sliding_window: int  # tokens that a query sees, its own included
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sliding_window < 1:
-            raise ValueError(f"expected sliding_window >= 1, got {self.sliding_window}")
+    supports_eagle: ClassVar[bool] = True
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """As of `SlidingWindowSpec`."""
@@ -114,6 +109,7 @@ class LatentWindowSpec(LatentSpec):
         return cdiv(tokens, self.block_size) + 1
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowMLASpec(LatentWindowSpec):
     """A window that is cached as `SlidingWindowSpec` is."""
@@ -122,27 +118,3 @@ class SlidingWindowMLASpec(LatentWindowSpec):
     def kind(self) -> str:
         """Name in KV events."""
         return "sliding_window_mla"
-
-
-@final
-@register_kv_cache_manager(MLAAttentionSpec)
-class MLAAttentionManager(WholePrefixManager):
-    """Holds every block of a request until the request is freed."""
-
-    supports_context_parallelism: ClassVar[bool] = True
-    supports_eagle: ClassVar[bool] = True
-
-
-@final
-@register_kv_cache_manager(SlidingWindowMLASpec)
-class SlidingWindowMLAManager(WindowManager):
-    """Releases blocks as they leave the window."""
-
-    supports_eagle: ClassVar[bool] = True
-
-    kv_cache_spec: SlidingWindowMLASpec
-
-    @property
-    def sliding_window(self) -> int:
-        """As the spec says."""
-        return self.kv_cache_spec.sliding_window

@@ -1,26 +1,32 @@
 """Kinds whose columns are the request's own tokens, `block_size` each, in order.
 
-Flow:    WholePrefixManager, LocalAttentionManager say which tokens are seen -> [PositionalManager] -> ColumnManager
+Flow:    KVCacheSpec says which tokens are seen -> [PositionalManager] -> ColumnManager
 Source:  vLLM v1/core/single_type_kv_cache_manager.py
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, final
 
 import numpy as np
 
+from kvjax.core.kinds.column_scans import LocalScan, WholePrefixScan
 from kvjax.core.kinds.columns import ColumnManager
-from kvjax.core.kinds.single_type_manager import NEVER
-from kvjax.core.spec import cdiv
+from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
+from kvjax.core.spec import NEVER, cdiv
 from kvjax.core.tables.column_runs import NO_RUNS, Runs
 from kvjax.core.tables.row_changes import RowChanges
 
 
+@final
 class PositionalManager(ColumnManager):
-    """Needs, shares and steps of rows whose slots are tokens."""
+    """Hits, needs, shares and steps of rows whose slots are tokens."""
 
     supports_sub_block_hits: ClassVar[bool] = True
+
+    def start_scan(self, lookup: PrefixLookup) -> HitScan:
+        """From the left where every token stays visible, else from the right."""
+        return LocalScan(self, lookup) if self.forgets else WholePrefixScan(self, lookup)
 
     @property
     def max_encoder_tokens(self) -> int:
@@ -68,9 +74,9 @@ class PositionalManager(ColumnManager):
         idle_until = np.minimum(num_blocks * size, self.settings.max_model_len)
         if self.enable_caching:
             idle_until = np.minimum(idle_until, num_cached_blocks * size + (size - 1))
-        if self.frees_skipped_blocks:
+        if self.forgets:
             before = self.first_live[rows]
-            first = np.minimum(self.count_skipped_tokens(settled_tokens) // size, held)
+            first = np.minimum(self.get_num_skipped_tokens(settled_tokens) // size, held)
             first = np.maximum(first, before)
             if self.num_kept_columns:
                 before = np.maximum(before, self.num_kept_columns)

@@ -1,6 +1,6 @@
 """Kinds with one recurrent state a page: it holds everything before it, so the last one suffices.
 
-Flow:    MambaManager and others say what they support -> [RecurrentManager] -> SingleTypeKVCacheManager
+Flow:    RecurrentSpec -> [RecurrentManager] -> SingleTypeKVCacheManager
 Source:  vLLM v1/core/single_type_kv_cache_manager.py (MambaManager)
 
 Mode `align` keeps table columns of `block_size` tokens. The state after n tokens is in column (n - 1) // block_size, so
@@ -24,7 +24,6 @@ Mode `none` keeps 1 + s blocks for life in one column of all tokens, and never h
 
 from __future__ import annotations
 
-from math import lcm
 from typing import ClassVar, final
 
 import numpy as np
@@ -32,81 +31,22 @@ import numpy as np
 from kvjax.core.kinds.manager_settings import TableLayout
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
-from kvjax.core.kinds.single_type_manager import (
-    NEVER,
-    Entries,
-    IntOrArray,
-    SingleTypeKVCacheManager,
-)
+from kvjax.core.kinds.single_type_manager import Entries, SingleTypeKVCacheManager
+from kvjax.core.kinds.state_scan import StateScan
 from kvjax.core.kinds.state_steps import StateBlocks
-from kvjax.core.spec import cdiv
+from kvjax.core.spec import NEVER, cdiv
 from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.row_changes import RowChanges
 
-FIRST_CHUNK, LAST_CHUNK = 32, 1_024  # columns that are looked up at once
-
 
 @final
-class StateScan(HitScan):
-    """Columns at aligned lengths, looked up from right to left in chunks that double."""
-
-    def __init__(self, manager: RecurrentManager, lookup: PrefixLookup) -> None:
-        size = manager.block_size
-        self._manager = manager
-        self._lookup = lookup
-        self._step = lcm(size, lookup.alignment) // size  # blocks from one length to the next
-        self._hashes = lookup.block_hashes[self._step - 1 :: self._step] if manager.enable_caching else ()
-        self._ids = np.zeros((manager.num_groups, 0), np.int32)  # of lengths first + 1 and on
-        self._is_hit = np.zeros(0, np.bool_)
-        self._first = self._place = len(self._hashes)
-        self._chunk = FIRST_CHUNK
-
-    def longest(self, max_length: int) -> int:
-        """Tokens before the rightmost state within the limit."""
-        size = self._manager.block_size
-        num_blocks = min(max_length // size, len(self._lookup.block_hashes)) - self._lookup.drop_last_block
-        most = num_blocks // self._step
-        place = min(self._place, most)  # a hit of so many steps
-        while place > 0:
-            if place <= self._first:
-                self._look_up(max(place - self._chunk, 0), place)
-            hits = self._is_hit[: place - self._first].nonzero()[0]
-            if hits.size:
-                place = self._first + hits.item(-1) + 1
-                break
-            place = self._first
-        self._place = max(place, 0)
-        return self._place * self._step * size
-
-    def _look_up(self, first: int, end: int) -> None:
-        hashes, manager = self._hashes[first:end], self._manager
-        self._ids = np.stack([manager.block_pool.find_each(hashes, group_id) for group_id in manager.group_ids])
-        is_hit = self._ids > 0
-        if not manager.settings.options.rules.defer_fresh_hits:
-            is_hit &= ~manager.fresh_blocks.are_fresh(self._ids)
-        self._is_hit = is_hit.all(axis=0)
-        self._first, self._chunk = first, min(2 * self._chunk, LAST_CHUNK)
-
-    def ids(self) -> np.ndarray:  # int32[G, k]
-        """The state, nulls before it."""
-        ids = np.zeros((self._manager.num_groups, self._place * self._step), np.int32)
-        if self._place:
-            ids[:, -1] = self._ids[:, self._place - self._first - 1]
-        return ids
-
-
 class RecurrentManager(SingleTypeKVCacheManager):
     """Both modes: `none` is `align` with one column for all tokens, and caches nothing.
 
     A request never starts before `new_step_starts` from a block registered in this step: its state does not exist yet.
     """
 
-    hits_are_prefix_closed: ClassVar[bool] = False
-    frees_skipped_blocks: ClassVar[bool] = True
-    has_stable_positions: ClassVar[bool] = False
-    takes_lookahead: ClassVar[bool] = False
-    needs_dropped_block: ClassVar[bool] = False
-    knows_tokens_in_flight: ClassVar[bool] = False
+    holds_states: ClassVar[bool] = True
 
     kv_cache_spec: RecurrentSpec
 
@@ -133,27 +73,9 @@ class RecurrentManager(SingleTypeKVCacheManager):
     def _num_speculative(self) -> int:
         return self.num_tail_columns - 1
 
-    # What is seen, and what of it is shared.
-
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """All but the last token: its state holds what came before."""
-        return max(num_computed_tokens - 1, 0)
-
-    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
-        """All but the last token, for int64[n] rows."""
-        return np.maximum(num_computed_tokens - 1, 0)
-
-    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
-        """Computed tokens whose state is behind the column `first_live`."""
-        return (first_live + 1) * self.block_size + 1
-
     def start_scan(self, lookup: PrefixLookup) -> HitScan:
         """Right to left: the rightmost cached state at an aligned length. A dropped block need not be cached."""
         return StateScan(self, lookup)
-
-    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
-        """None: a state is no prefix."""
-        return [0] * self.num_groups
 
     @property
     def state_blocks(self) -> StateBlocks | None:
@@ -254,7 +176,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         held, cached, before = self.num_blocks[rows], self.num_cached_blocks[rows], self.first_live[rows]
         required, full = (num_slots + (size - 1)) // size + speculative, num_cacheable // size
         num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
-        first = np.minimum(self.count_skipped_tokens(settled_tokens) // size, held - self.num_tail_columns)
+        first = np.minimum(self.get_num_skipped_tokens(settled_tokens) // size, held - self.num_tail_columns)
         first = np.maximum(first, before)
         idle_until = np.minimum((num_blocks - speculative) * size, self.tokens_until_release(first))
         idle_until = np.minimum(idle_until, self.settings.max_model_len)

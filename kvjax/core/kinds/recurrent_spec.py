@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvjax.core.spec import KVCacheSpec, StatePages
+from kvjax.core.tables.ints_or_arrays import IntOrArray, at_least
 from pallas_kernels.layouts import PageLayout, dtype_bits, recurrent_layout
 
 MODES = ("none", "align")
@@ -24,6 +25,7 @@ class RecurrentSpec(KVCacheSpec):
     """One state a page. What a kind adds are the arrays of a state, or what they follow from, and its name."""
 
     layer_fields: ClassVar[frozenset[str]] = frozenset({"page_size_padded"})
+    forgets: ClassVar[bool] = True
 
     mamba_cache_mode: str = "none"  # vLLM's name, of any recurrent kind
     num_speculative_blocks: int = 0  # one state per drafted token
@@ -94,6 +96,14 @@ class RecurrentSpec(KVCacheSpec):
         `page_size_padded` is for stacks that lay out bytes.
         """
         return recurrent_layout(shapes=self.state_shapes, dtypes=self.state_dtypes, platform=platform)
+
+    def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
+        """All but the last token: its state holds what came before."""
+        return at_least(num_computed_tokens - 1, 0)
+
+    def tokens_until_skipped(self, num_tokens: IntOrArray) -> IntOrArray:
+        """Computed tokens whose state is behind them."""
+        return num_tokens + 1
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """The running state, those of drafts, and with `align` the state that the step starts from."""

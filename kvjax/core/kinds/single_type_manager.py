@@ -10,19 +10,16 @@ A row's part of a table, columns in token order (`block_size` tokens a column):
     0               first_live          num_blocks   columns
     | registered in the prefix cache: num_cached_blocks |
 
-Leading columns that a kind keeps are no nulls: `kept_columns.py`. Every operation exists twice with one meaning: for
-one row as ints (`allocate_slots`), for many rows as arrays (`plan_step`). Ids of several groups come group by group. A
-kind fills in abstract methods only, and no class overrides what another has filled in:
+Leading columns that a kind keeps are no nulls: `kept_columns.py`. Which tokens later ones see, and who may hit them,
+the spec says; its functions take the numbers of one row or of many. What is done to a table exists for one row
+(`allocate_slots`) and for many (`plan_step`). Ids of several groups come group by group. What a column is, a family
+says; no class overrides what another has filled in:
 
     SingleTypeKVCacheManager       tables, registration, release: all kinds
         ColumnManager              blocks are appended as slots grow                    columns.py
             PositionalManager      a column is the request's own tokens                 positional.py
-                WholePrefixManager     every token stays visible                        full_attention.py
-                LocalAttentionManager  what a token sees moves on                       local_attention.py
-            CrossAttentionManager  a column is the encoder's tokens                     cross_attention.py
+            EncoderManager         a column is the encoder's tokens                     encoder_columns.py
         RecurrentManager           a column is a state of all tokens before its end     recurrent.py
-
-`kinds/registry.py` finds the manager of a spec.
 
 Invariants: G1 to G3 of `table_laws.py` (`check_invariants`).
 """
@@ -31,11 +28,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns
+from kvjax.core.kinds.common_prefix import count_common_blocks
 from kvjax.core.kinds.kept_columns import hold_kept
 from kvjax.core.kinds.manager_settings import ManagerSettings, TableLayout
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
@@ -44,8 +42,9 @@ from kvjax.core.kinds.reserved_blocks import take_reserved_blocks
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
 from kvjax.core.kinds.table_laws import check_tables
-from kvjax.core.spec import KVCacheSpec, cdiv
+from kvjax.core.spec import NEVER, KVCacheSpec, cdiv
 from kvjax.core.tables.column_runs import Runs
+from kvjax.core.tables.ints_or_arrays import IntOrArray
 from kvjax.core.tables.row_changes import RowChanges
 from kvjax.core.tables.row_table import DISCARD_ENTRIES, RowTable
 from kvjax.core.watch.computed_blocks import ComputedBlocks
@@ -57,9 +56,7 @@ if TYPE_CHECKING:
     from kvjax.core.requests.request import Request
 
 FEW_COLUMNS = 6  # so many blocks of a row are registered and released faster one by one
-NEVER = 1 << 60  # a token count that no request reaches
 Entries: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]  # int64[k] rows, int64[k] columns, int32[G, k] blocks
-IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
 
 
 class SingleTypeKVCacheManager(abc.ABC):
@@ -68,31 +65,8 @@ class SingleTypeKVCacheManager(abc.ABC):
     `block_size` counts context parallelism in: one block id stands for `spec.block_size` tokens on each of its ranks.
     """
 
-    # What a kind says of itself. It sets them on the class.
-
-    @property
-    @abc.abstractmethod
-    def supports_eagle(self) -> bool:
-        """Whether hits can drop their last block."""
-
-    @property
-    @abc.abstractmethod
-    def hits_are_prefix_closed(self) -> bool:
-        """Whether every shorter aligned prefix of a hit is a hit."""
-
-    @property
-    @abc.abstractmethod
-    def frees_skipped_blocks(self) -> bool:
-        """Whether blocks are ever skipped, and released, before the request ends."""
-
-    supports_context_parallelism: ClassVar[bool] = False  # whether a block may be spread over its ranks
-    has_stable_positions: ClassVar[bool] = True  # False: tables have nulls between blocks, and blocks change column
-    takes_lookahead: ClassVar[bool] = True  # whether slots of lookahead tokens are blocks of these groups
-    needs_dropped_block: ClassVar[bool] = True  # whether the block behind a hit that EAGLE drops must be cached
-    hit_size_varies: ClassVar[bool] = False  # whether hits of some lengths need more blocks than others, not of all
-    is_prefix_cacheable: ClassVar[bool] = True  # False: blocks are never registered, lookups pass the kind over
+    holds_states: ClassVar[bool] = False  # whether a column is one state, of all tokens before its end
     supports_sub_block_hits: ClassVar[bool] = False  # whether the first part of a block is of use without the rest
-    knows_tokens_in_flight: ClassVar[bool] = True  # whether what tokens in flight wrote can be told from the rest
 
     def __init__(
         self,
@@ -108,12 +82,13 @@ class SingleTypeKVCacheManager(abc.ABC):
             NotImplementedError: the kind does not work with context parallelism.
             ValueError: the pool lacks the reserved blocks, or they do not divide among the ranks.
         """
-        if settings.context_parallel_size > 1 and not self.supports_context_parallelism:
+        if settings.context_parallel_size > 1 and not kv_cache_spec.supports_context_parallelism:
             raise NotImplementedError(
                 f"{kv_cache_spec.kind} attention does not work with context parallelism, "
                 f"got dcp_world_size * pcp_world_size = {settings.context_parallel_size}; expected 1"
             )
         self.kv_cache_spec, self.block_pool = kv_cache_spec, block_pool
+        self.forgets, self.is_prefix_cacheable = kv_cache_spec.forgets, kv_cache_spec.is_prefix_cacheable
         self.group_ids, self.num_groups = group_ids, len(group_ids)  # G
         self.no_blocks = np.empty((self.num_groups, 0), np.int32)
         self.settings, self.fresh_blocks = settings, fresh_blocks
@@ -128,7 +103,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         )
         # Leading columns that are never released before the request ends.
         self.num_kept_columns = cdiv(kv_cache_spec.num_sink_tokens, self.block_size)
-        self._has_gaps = not self.has_stable_positions or self.num_kept_columns > 0  # whether there are nulls between
+        self._has_gaps = self.holds_states or self.num_kept_columns > 0  # whether there are nulls between
         self._first_discarded = cdiv(self.num_kept_columns, DISCARD_ENTRIES) * DISCARD_ENTRIES
         self.max_columns = cdiv(settings.max_model_len, self.block_size) + max(self.num_tail_columns - 1, 0)
         self._table = RowTable(len(group_ids), 0, self.max_columns)
@@ -167,20 +142,6 @@ class SingleTypeKVCacheManager(abc.ABC):
     def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
         """Slots that a new request takes in these groups."""
 
-    # What a kind decides: which tokens are seen, and what of them is shared.
-
-    @abc.abstractmethod
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Leading tokens that no token after the first `num_computed_tokens` will attend to, but for those kept."""
-
-    @abc.abstractmethod
-    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
-        """`get_num_skipped_tokens` of int64[n] at once."""
-
-    @abc.abstractmethod
-    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
-        """Fewest computed tokens at which a row with `first_live` leading nulls releases a block (or `NEVER`)."""
-
     @abc.abstractmethod
     def start_scan(self, lookup: PrefixLookup) -> HitScan:
         """Looks for hits.
@@ -189,10 +150,6 @@ class SingleTypeKVCacheManager(abc.ABC):
         Every block that the tokens from L on attend to is cached. So is the dropped one, and the last one if the
         lookup needs it.
         """
-
-    @abc.abstractmethod
-    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
-        """Per group the leading blocks of the row that all `num_running_requests` hold."""
 
     # What a family does with one row.
 
@@ -261,6 +218,16 @@ class SingleTypeKVCacheManager(abc.ABC):
     @abc.abstractmethod
     def move_back(self, row: int, num_tokens: int) -> None:
         """Brings a row that was planned further back to its `num_tokens` >= 1 computed tokens."""
+
+    # What the kind decides, of one row or of int64[n] rows.
+
+    def get_num_skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
+        """`KVCacheSpec.skipped_tokens`."""
+        return self.kv_cache_spec.skipped_tokens(num_computed_tokens)
+
+    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
+        """Fewest computed tokens at which a row with `first_live` leading nulls releases a block (or `NEVER`)."""
+        return self.kv_cache_spec.tokens_until_skipped((first_live + 1) * self.block_size)
 
     # Table memory.
 
@@ -380,9 +347,9 @@ class SingleTypeKVCacheManager(abc.ABC):
 
         Raises:
             ValueError: it does not.
-            NotImplementedError: tokens are in flight, and the kind can not tell what they wrote from the rest.
+            NotImplementedError: tokens are in flight, and what they wrote is in a state with all before them.
         """
-        if num_in_flight and not self.knows_tokens_in_flight:
+        if num_in_flight and self.holds_states:
             raise NotImplementedError(
                 f"groups {self.group_ids}: a recurrent state holds the tokens in flight too; expected "
                 f"num_in_flight_tokens = 0, got {num_in_flight}"
@@ -401,6 +368,16 @@ class SingleTypeKVCacheManager(abc.ABC):
         """int32[G, k] copy of the row's blocks, nulls where they were released."""
         return self.block_tables[:, row, : self.num_blocks.item(row)].copy()
 
+    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
+        """Per group the leading blocks of the row that all `num_running_requests` hold; 0 where blocks are left behind
+        or nobody else may hold them.
+        """
+        if self.forgets or not self.is_prefix_cacheable:
+            return [0] * self.num_groups
+        return count_common_blocks(
+            self.block_tables, self.num_blocks, self.block_pool.ref_count, row, num_running_requests
+        )
+
     def held_block_ids(self) -> np.ndarray:
         """int32[k] all entries of all rows."""
         return self._table.owned()
@@ -408,7 +385,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     def row_idle_until(self, row: int) -> int:
         """Slots up to which a step of the row neither allocates, registers nor releases in these groups."""
         idle = self.held_slots(row)
-        if self.frees_skipped_blocks:
+        if self.forgets:
             idle = min(idle, self.tokens_until_release(self.first_live.item(row)))
         if self.enable_caching:
             idle = min(idle, (self.num_cached_blocks.item(row) + 1) * self.block_size - 1)
@@ -447,7 +424,7 @@ class SingleTypeKVCacheManager(abc.ABC):
             self._note_registered(ids)
 
     def _register_real(self, ids: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
-        if self.frees_skipped_blocks and np.count_nonzero(ids) < ids.size:
+        if self.forgets and np.count_nonzero(ids) < ids.size:
             real = np.flatnonzero(ids[0])
             ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
         self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
@@ -456,7 +433,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         """Makes the counts of int64[n] changed rows what `plan_rows` said."""
         self.num_blocks[rows] = changes.num_blocks
         self.num_cached_blocks[rows] = changes.num_cached_blocks
-        if self.frees_skipped_blocks:
+        if self.forgets:
             self.first_live[rows] = changes.first_live
 
     # Lookup.
@@ -471,7 +448,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.num_kept_columns:
             return True
         ends = np.arange(self.block_size, self.settings.max_model_len + 1, self.block_size)
-        return bool((self.count_skipped_tokens(ends) < ends).all())
+        return bool((self.get_num_skipped_tokens(ends) < ends).all())
 
     def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
         """int32[G, k] ids of the longest hit of at most `max_length` tokens, null where a block is not needed."""

@@ -3,24 +3,26 @@
 Source:  vLLM v1/kv_cache_interface.py (SinkFullAttentionSpec), v1/core/single_type_kv_cache_manager.py
 
 The model writes its learned sinks once into blocks that the manager reserves for good when it is made
-(`sink_block_ids`); every request's queries read them before its own blocks. They are never allocated, freed or hashed.
+(`reserved_block_ids`); every request's queries read them before its own blocks. They are never allocated, freed or
+hashed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
-import numpy as np
-
-from kvjax.core.kinds.full_attention import WholePrefixManager
-from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.spec import AttentionSpec, cdiv
+from kvjax.core.kinds.registry import register_kv_cache_spec
+from kvjax.core.spec import AttentionSpec, WholeSequenceSpec, cdiv
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
-class SinkFullAttentionSpec(AttentionSpec):
+class SinkFullAttentionSpec(WholeSequenceSpec, AttentionSpec):
     """K and V of every token, behind `sink_len` positions that all requests share."""
+
+    supports_context_parallelism: ClassVar[bool] = True
+    supports_eagle: ClassVar[bool] = True
 
     sink_len: int = 0  # type: ignore[misc]  # of a spec, not of the kind; 0 is refused
 
@@ -39,17 +41,3 @@ class SinkFullAttentionSpec(AttentionSpec):
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """Blocks of a request of `max_model_len` tokens; the sinks are nobody's."""
         return cdiv(max_model_len, self.block_size)
-
-
-@final
-@register_kv_cache_manager(SinkFullAttentionSpec)
-class SinkFullAttentionManager(WholePrefixManager):
-    """Full attention in what the sinks leave of the pool."""
-
-    supports_context_parallelism: ClassVar[bool] = True
-    supports_eagle: ClassVar[bool] = True
-
-    @property
-    def sink_block_ids(self) -> np.ndarray:
-        """int32[G, k] blocks of the sinks, per group: `sink_len` tokens in blocks that count all ranks' tokens."""
-        return self.reserved_block_ids

@@ -2,42 +2,31 @@
 
 Source:  vLLM v1/kv_cache_interface.py (SlidingWindowSpec), v1/core/single_type_kv_cache_manager.py
 
-With window W, after n computed tokens the next token (number n) sees n - W + 1 .. n:
-
-    tokens   0 ............ n-W | n-W+1 ................ n-1 | n
-             skipped: n - W + 1 | W - 1 tokens that a hit needs
-
 With `num_sink_tokens` every token sees the first ones too (StreamingLLM, arXiv 2309.17453). Their blocks are kept until
 the request ends, and every hit needs them.
 """
 
 from __future__ import annotations
 
-import abc
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
-import numpy as np
-
-from kvjax.core.kinds.local_attention import LocalAttentionManager
-from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.single_type_manager import IntOrArray
-from kvjax.core.spec import AttentionSpec, cdiv
+from kvjax.core.kinds.registry import register_kv_cache_spec
+from kvjax.core.spec import AttentionSpec, WindowedSpec, cdiv
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
-class SlidingWindowSpec(AttentionSpec):
+class SlidingWindowSpec(WindowedSpec, AttentionSpec):
     """K and V of the last `sliding_window` tokens."""
 
     kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window", "num_sink_tokens"})
+    supports_eagle: ClassVar[bool] = True
 
-    sliding_window: int  # tokens that a query sees, its own included
     num_sink_tokens: int = 0  # type: ignore[misc]  # of a spec, not of the kind
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sliding_window < 1:
-            raise ValueError(f"expected sliding_window >= 1, got {self.sliding_window}")
         if self.num_sink_tokens < 0:
             raise ValueError(f"expected num_sink_tokens >= 0, got {self.num_sink_tokens}")
 
@@ -55,39 +44,3 @@ class SlidingWindowSpec(AttentionSpec):
         in_window = cdiv(tokens, self.block_size) + 1
         whole = max(in_window, cdiv(max_model_len, self.block_size))
         return min(in_window + cdiv(self.num_sink_tokens, self.block_size), whole)
-
-
-class WindowManager(LocalAttentionManager):
-    """Releases blocks as they leave the window; a hit needs only the blocks that the window sees."""
-
-    @property
-    @abc.abstractmethod
-    def sliding_window(self) -> int:
-        """Tokens that a token sees, itself included."""
-
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Tokens before the window of the next token."""
-        return max(0, num_computed_tokens - self.sliding_window + 1)
-
-    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
-        """Tokens before the window of the next token, for int64[n] rows."""
-        return np.maximum(num_computed_tokens - (self.sliding_window - 1), 0)
-
-    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
-        """Computed tokens at which the block `first_live` has left the window."""
-        return (first_live + 1) * self.block_size + (self.sliding_window - 1)
-
-
-@final
-@register_kv_cache_manager(SlidingWindowSpec)
-class SlidingWindowManager(WindowManager):
-    """K and V per head."""
-
-    supports_eagle: ClassVar[bool] = True
-
-    kv_cache_spec: SlidingWindowSpec
-
-    @property
-    def sliding_window(self) -> int:
-        """As the spec says."""
-        return self.kv_cache_spec.sliding_window

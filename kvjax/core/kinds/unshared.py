@@ -8,20 +8,21 @@ Source:  CircularBufferSpec and `bounded_replay` of vLLM 0.33's v1/kv_cache_inte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 from kvjax.core.kinds.mla import LatentWindowSpec
-from kvjax.core.kinds.recurrent import RecurrentManager
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
-from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.sliding_window import WindowManager
+from kvjax.core.kinds.registry import register_kv_cache_spec
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
 class RequestBufferSpec(RecurrentSpec):
     """One page of `num_bytes` for a request's whole life, a ring for example."""
 
     layer_fields: ClassVar[frozenset[str]] = RecurrentSpec.layer_fields | {"num_bytes"}
+    is_prefix_cacheable: ClassVar[bool] = False
+    supports_eagle: ClassVar[bool] = True
 
     num_bytes: int
 
@@ -49,9 +50,12 @@ class RequestBufferSpec(RecurrentSpec):
         return ("int8",)
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
 class ReplayedWindowMLASpec(LatentWindowSpec):
     """A window whose tokens are computed again where a request starts from a hit."""
+
+    is_prefix_cacheable: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:
@@ -59,29 +63,4 @@ class ReplayedWindowMLASpec(LatentWindowSpec):
         return "replayed_window_mla"
 
 
-@final
-@register_kv_cache_manager(RequestBufferSpec)
-class RequestBufferManager(RecurrentManager):
-    """Holds one block a request."""
-
-    supports_eagle: ClassVar[bool] = True
-    is_prefix_cacheable: ClassVar[bool] = False
-
-
-@final
-@register_kv_cache_manager(ReplayedWindowMLASpec)
-class ReplayedWindowMLAManager(WindowManager):
-    """Releases blocks as they leave the window."""
-
-    supports_eagle: ClassVar[bool] = True
-    is_prefix_cacheable: ClassVar[bool] = False
-
-    kv_cache_spec: ReplayedWindowMLASpec
-
-    @property
-    def sliding_window(self) -> int:
-        """As the spec says."""
-        return self.kv_cache_spec.sliding_window
-
-
-__all__ = ["ReplayedWindowMLAManager", "ReplayedWindowMLASpec", "RequestBufferManager", "RequestBufferSpec"]
+__all__ = ["ReplayedWindowMLASpec", "RequestBufferSpec"]

@@ -12,7 +12,7 @@ from operator import le
 import numpy as np
 
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.kinds.single_type_manager import NEVER
+from kvjax.core.spec import NEVER
 
 
 class BlockNeeds:
@@ -38,7 +38,7 @@ class BlockNeeds:
         """
         needs = [0] * len(self._pools)
         for (manager, pool_id), ids in zip(self._managers, self._groups.by_manager(hits), strict=True):
-            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            slots = min(num_slots, num_tokens) if manager.holds_states else num_slots
             slots = manager.slots_of(slots, num_encoder_tokens)
             needs[pool_id] += manager.num_blocks_for_new(slots, ids, total_computed, capped)
         return needs
@@ -47,7 +47,7 @@ class BlockNeeds:
         """Per pool the free blocks that a row still needs; `num_tokens` are the slots without lookahead."""
         needs = [0] * len(self._pools)
         for manager, pool_id in self._managers:
-            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            slots = min(num_slots, num_tokens) if manager.holds_states else num_slots
             needs[pool_id] += manager.num_blocks_for_running(row, slots, capped)
         return needs
 

@@ -84,7 +84,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             drops = self.drops_last_block[index]
             lookup = PrefixLookup(hashes, max_length, self.alignment, drops, self.needs_last_block)
             scans[index] = manager.start_scan(lookup)
-            if not manager.hits_are_prefix_closed:
+            if manager.forgets:
                 others.append(index)
 
         def ask(index: int) -> int:

@@ -34,7 +34,7 @@ def find_elsewhere(groups: GroupManagers, request: Request, num_hit_tokens: int)
     for manager, drops in lookups:
         for group_id in manager.group_ids if lengths.size else ():
             behind.append(_BlocksBehind(groups, manager, group_id, request, num_hit_tokens))
-            lengths = behind[-1].reachable(lengths, drops and manager.needs_dropped_block)
+            lengths = behind[-1].reachable(lengths, drops and not manager.holds_states)
     if not lengths.size:
         return None
     length, parts = lengths.item(-1), [NO_BLOCKS] * groups.num_groups
@@ -84,7 +84,7 @@ class _BlocksBehind:
     def _starts(self, lengths: np.ndarray) -> np.ndarray:
         """The first of these blocks that each of int64[n] lengths needs."""
         size = self._manager.block_size
-        columns = self._manager.count_skipped_tokens(lengths) // size
+        columns = self._manager.get_num_skipped_tokens(lengths) // size
         columns = np.minimum(columns, lengths // size - self._needs_last_block)
         return np.maximum(columns - self._first, 0)
 

@@ -54,7 +54,7 @@ class ManagerReader:
     @property
     def knows_tokens_in_flight(self) -> bool:
         """Whether `fork` can leave tokens out; not where a state holds all of them."""
-        return all(manager.knows_tokens_in_flight for manager in self.groups.managers)
+        return not any(manager.holds_states for manager in self.groups.managers)
 
     def group_tables(self) -> list[GroupTables]:
         """The live block tables of all groups, those of one spec in one pool side by side: what plans are read from."""

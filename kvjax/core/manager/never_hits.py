@@ -88,7 +88,7 @@ def _checkpoints(groups: GroupManagers, num_tokens: int) -> tuple[int, ...]:
     if groups.retention is None:
         return ()
     shared = num_tokens - 1
-    lookups = [pair for pair in groups.cacheable_lookups if pair[0].hits_are_prefix_closed]
+    lookups = [pair for pair in groups.cacheable_lookups if not pair[0].forgets]
     for manager, drops in lookups or groups.cacheable_lookups[:1]:
         if manager.checkpoints is not None or manager.state_blocks is not None:
             return groups.retention.lengths_for(num_tokens, 0)
@@ -121,7 +121,7 @@ def _why_too_large(groups: GroupManagers, num_tokens: int, hit: int) -> str | No
             first, released = [manager.get_num_skipped_tokens(n) // manager.block_size for n in (hit, start)]
             column = hit // manager.block_size
             first = max(min(first, column - groups.needs_last_block), manager.num_kept_columns)
-            num_kept = max(min(released, column + (drops and manager.needs_dropped_block)) - first, 0)
+            num_kept = max(min(released, column + (drops and not manager.holds_states)) - first, 0)
             kept[groups.pools.index(manager.block_pool)] += manager.num_groups * num_kept
         of_step = sums(needs.of_new(end, groups.no_ids, start, capped=False), kept)
         for pool_id, (need, pool) in enumerate(zip(of_step, groups.pools, strict=True)):

@@ -22,13 +22,12 @@ from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.kept_columns import take_missing
 from kvjax.core.kinds.probation import forget_idle_copies, keep_checkpoint
-from kvjax.core.kinds.single_type_manager import NEVER
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.copy_on_write import CopyOnWrite
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
-from kvjax.core.spec import cdiv
+from kvjax.core.spec import NEVER, cdiv
 from kvjax.errors import InvariantError, UnknownRequestError
 
 
@@ -175,7 +174,7 @@ class RowBlocks:
         """
         new_ids = []
         for manager in self._groups.managers:
-            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            slots = min(num_slots, num_tokens) if manager.holds_states else num_slots
             new_ids.append(manager.allocate_new_blocks(row, manager.slots_of(slots, num_encoder_tokens)))
         return self._groups.by_group(new_ids)
 

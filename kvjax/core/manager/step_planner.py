@@ -160,11 +160,11 @@ class StepPlanner:
         delay_cache_blocks: bool,
     ) -> StepWork:
         settled = after
-        if self._groups.frees_skipped_blocks:
+        if self._groups.releasing:
             settled = np.maximum(self._table.num_computed_tokens[rows] - in_flight, 0)
         num_cacheable = np.zeros_like(after) if delay_cache_blocks else self._registrar.cacheable_tokens(rows, after)
         changes = [
-            manager.plan_rows(rows, settled, num_slots if manager.takes_lookahead else after, num_cacheable)
+            manager.plan_rows(rows, settled, after if manager.holds_states else num_slots, num_cacheable)
             for manager in self._managers
         ]
         return StepWork(rows, settled, after, num_slots, num_cacheable, changes)
@@ -221,7 +221,7 @@ class StepPlanner:
         for i, _ in of_pool:
             skipped = work.changes[i].skipped
             if skipped.num_columns:
-                is_dense &= self._managers[i].has_stable_positions
+                is_dense &= not self._managers[i].holds_states
                 detached.append(self._managers[i].detach(skipped))
                 runs.append(skipped)
         if runs:

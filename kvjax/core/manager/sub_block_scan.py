@@ -44,7 +44,7 @@ class SubBlockScan(HitScan):
             return self._length
         size = self._manager.block_size
         column = min((max_length - 1) // size, self._column)
-        if self._manager.hits_are_prefix_closed:
+        if not self._manager.forgets:
             missing = self._stretch.first_missing(0, column)
             column = column if missing is None else missing
         while column >= 0:

@@ -98,7 +98,7 @@ class LookupStates:
         self.max_length_without_drops = self._aligned(request.num_tokens - 1)
         self.max_length_without_last_token = self._aligned(request.num_tokens)
         self._lengths = np.arange(self._alignment, self.max_length + 1, self._alignment)
-        behind = [manager.block_size * (drops and manager.needs_dropped_block) for manager, drops in cacheable]
+        behind = [manager.block_size * (drops and not manager.holds_states) for manager, drops in cacheable]
         self._num_behind = max(behind)  # tokens behind a hit whose blocks must be cached too
         self._groups: list[_GroupStates] = []
         for (manager, _), num_behind in zip(cacheable, behind, strict=True):
@@ -147,7 +147,7 @@ class LookupStates:
     def _find_computed(self, first: SingleTypeKVCacheManager) -> np.ndarray:  # int8[lengths]
         """The level of the tokens of each length and of what must be cached behind it, whoever caches them."""
         num_tokens = self._lengths + self._num_behind
-        whole = [group.levels_before(num_tokens) for group in self._groups if group.manager.hits_are_prefix_closed]
+        whole = [group.levels_before(num_tokens) for group in self._groups if not group.manager.forgets]
         if whole:
             return np.max(whole, axis=0)
         columns = num_tokens // first.block_size - 1
@@ -167,7 +167,7 @@ class LookupStates:
     def _states_of(self, manager: SingleTypeKVCacheManager, needs_drop: bool) -> list[_GroupStates]:
         """A manager's groups."""
         ends = self._lengths // manager.block_size
-        firsts = manager.count_skipped_tokens(self._lengths) // manager.block_size
+        firsts = manager.get_num_skipped_tokens(self._lengths) // manager.block_size
         firsts = np.minimum(firsts, ends - self._needs_last_block)
         num_columns = (self.max_length + self._num_behind) // manager.block_size
         hashes = self._hashing.of_block_size(self._request.block_hashes, manager.block_size)[:num_columns]
@@ -188,7 +188,7 @@ class LookupStates:
         evicted_as: np.ndarray,  # int64[columns], filled
     ) -> None:
         index = manager.block_pool.prefix_index
-        reused = EVICTED if manager.hits_are_prefix_closed else CHECKPOINT_EVICTED
+        reused = CHECKPOINT_EVICTED if manager.forgets else EVICTED
         ids = manager.block_pool.find_each(hashes, group_id)
         found = np.flatnonzero(ids >= 0)
         levels[found] = np.where(manager.fresh_blocks.are_fresh(ids[found]), FRESH, CACHED)

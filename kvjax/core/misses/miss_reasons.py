@@ -88,7 +88,7 @@ class MissReasons:
         self._groups = groups
         for pool in groups.pools:
             pool.prefix_index.evicted = EvictedBlocks(self.max_evicted_blocks, self._clock)
-        if groups.cacheable and not any(manager.hits_are_prefix_closed for manager in groups.cacheable):
+        if groups.cacheable and all(manager.forgets for manager in groups.cacheable):
             groups.cacheable[0].computed_blocks = ComputedBlocks(self.max_evicted_blocks)
 
     def explain_off(self, request: Request) -> None:

@@ -2,7 +2,7 @@
 
 Flow:    KVCacheConfig -> [encode_config] -> CBOR, JSON -> [decode_config] -> an equal KVCacheConfig
 
-A spec is `{"class": its name, ...fields}`. Read back are the specs that have a manager (`register_kv_cache_manager`),
+A spec is `{"class": its name, ...fields}`. Read back are specs of registered classes (`register_kv_cache_spec`),
 through their constructors, which check the fields.
 """
 
@@ -12,14 +12,20 @@ import dataclasses
 from typing import Any
 
 from kvjax.core.kinds.registry import registered_specs
-from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from pallas_kernels.layouts import ArrayLayout, PageLayout
 
 CONFIG_CLASSES = (KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, PageLayout, ArrayLayout)
 
 
 def encode_config(value: Any) -> Any:
-    """A config, or any part of one, as plain data."""
+    """A config, or any part of one, as plain data.
+
+    Raises:
+        NotImplementedError: a spec's class is not registered, so that nobody could read it back.
+    """
+    if isinstance(value, KVCacheSpec) and type(value) not in registered_specs():
+        raise NotImplementedError(f"{type(value).__name__} cannot be saved; decorate it with register_kv_cache_spec")
     if dataclasses.is_dataclass(value):
         fields = {f.name: encode_config(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return {"class": type(value).__name__, **fields}
@@ -40,7 +46,7 @@ def decode_config(plain: Any) -> Any:
     name = fields.pop("class", None)
     classes: dict[str, type] = {cls.__name__: cls for cls in (*CONFIG_CLASSES, *registered_specs())}
     if name not in classes:
-        raise ValueError(f"expected a class of {', '.join(sorted(classes))}, got {name!r}; register its manager first")
+        raise ValueError(f"expected a class of {', '.join(sorted(classes))}, got {name!r}; register it first")
     try:
         return classes[name](**{field: decode_config(part) for field, part in fields.items()})
     except TypeError as error:

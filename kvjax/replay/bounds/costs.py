@@ -2,7 +2,7 @@
 
 Flow:    KVCachePlan -> [CacheCosts.of] -> PromptTree -> [CheckpointBytes] -> free_exchange, clairvoyant
 
-Every kind says itself which tokens no later token sees (`count_skipped_tokens`). So a checkpoint at L tokens costs
+Every kind says itself which tokens no later token sees (`skipped_tokens`). So a checkpoint at L tokens costs
 
     a window of W     the W - 1 tokens before L
     chunks            the tokens of the chunk up to L
@@ -45,12 +45,10 @@ class CacheCosts:
     def of(cls, plan: KVCachePlan, hash_block_size: int) -> CacheCosts:
         """The costs of a plan's caches. Kinds without a prefix cache cost nothing."""
         managers = KVCacheManager(plan.config, plan.max_model_len, hash_block_size).groups.cacheable
-        bytes_of = [_bytes_per_token(manager, plan.config) for manager in managers]
-        keeps = [manager.hits_are_prefix_closed for manager in managers]
-        pairs = list(zip(managers, bytes_of, keeps, strict=True))
+        caches = [(manager.kv_cache_spec, _bytes_per_token(manager, plan.config)) for manager in managers]
         return cls(
-            sum(per_token for _, per_token, keeps_all in pairs if keeps_all),
-            tuple(ForgetfulCache(x, manager.count_skipped_tokens) for manager, x, keeps_all in pairs if not keeps_all),
+            sum(per_token for spec, per_token in caches if not spec.forgets),
+            tuple(ForgetfulCache(per_token, spec.skipped_tokens) for spec, per_token in caches if spec.forgets),
         )
 
     def without_checkpoints(self) -> CacheCosts:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from kvjax.core import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -18,52 +16,50 @@ from kvjax.core import (
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
-    register_kv_cache_manager,
+    register_kv_cache_spec,
 )
-from kvjax.core.kinds.local_attention import LocalAttentionManager
-from kvjax.core.kinds.recurrent import RecurrentManager
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
-from kvjax.core.kinds.single_type_manager import IntOrArray
 from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
+from kvjax.core.tables.ints_or_arrays import IntOrArray
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
 LATENT: dict[str, Any] = {"head_size": 8, "dtype": "float32"}
 STATE: dict[str, Any] = {"shapes": ((4, 2), (3,)), "dtypes": ("float32", "bfloat16")}
 
 
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
 class HalfAttentionSpec(AttentionSpec):
-    """A user's own kind: token n sees the later half of what came before, tokens n // 2 to n."""
+    """A user's own kind: token n sees the later half of what came before, tokens n // 2 to n.
+
+    What a user writes: its name, what is skipped, how many blocks that leaves, and what the kind supports.
+    """
+
+    forgets: ClassVar[bool] = True
+    supports_context_parallelism: ClassVar[bool] = True
+    supports_eagle: ClassVar[bool] = True
 
     @property
     def kind(self) -> str:
         return "half_attention"
+
+    def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
+        return num_computed_tokens // 2
+
+    def tokens_until_skipped(self, num_tokens: IntOrArray) -> IntOrArray:
+        return 2 * num_tokens
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         unseen = max(max_model_len - max_in_flight_tokens, 0) // 2
         return -(-max_model_len // self.block_size) - max(unseen // self.block_size - 1, 0)
 
 
-@register_kv_cache_manager(HalfAttentionSpec)
-class HalfAttentionManager(LocalAttentionManager):
-    """What a user writes: the three answers about skipped tokens, that of checkpoints, and what the kind supports."""
-
-    supports_context_parallelism: ClassVar[bool] = True
-    supports_eagle: ClassVar[bool] = True
-
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return num_computed_tokens // 2
-
-    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
-        return num_computed_tokens // 2
-
-    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
-        return 2 * (first_live + 1) * self.block_size
-
-
+@register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
 class DeltaRuleSpec(RecurrentSpec):
     """A user's own recurrent kind: a matrix of `size` by `size` a head, and its name."""
+
+    supports_eagle: ClassVar[bool] = True
 
     num_heads: int
     size: int
@@ -79,13 +75,6 @@ class DeltaRuleSpec(RecurrentSpec):
     @property
     def state_dtypes(self) -> tuple[str, ...]:
         return ("float32",)
-
-
-@register_kv_cache_manager(DeltaRuleSpec)
-class DeltaRuleManager(RecurrentManager):
-    """What a user writes: what the kind supports."""
-
-    supports_eagle: ClassVar[bool] = True
 
 
 EXAMPLES: dict[str, KVCacheSpec] = {

@@ -1,7 +1,7 @@
 """What every kind owes the coordinator: one suite over the registry, a kind of a user's own among them.
 
 Nothing here knows a kind. A law is stated from `get_num_skipped_tokens`, the one thing that a kind alone can say, from
-the class's flags, and from what the pool is left with.
+the spec's flags, and from what the pool is left with.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from kvjax.core import (
     KVCacheSpec,
     Request,
     SingleTypeKVCacheManager,
-    manager_class_of,
     registered_specs,
 )
 from kvjax.core.kinds.prefix_lookup import PrefixLookup
-from kvjax.core.kinds.single_type_manager import NEVER
+from kvjax.core.spec import NEVER
 from tests.core.kinds.contract_world import MAX_MODEL_LEN, World
 from tests.core.kinds.examples import EXAMPLES
 from tests.plain_lru import PLAIN_LRU
@@ -69,7 +68,7 @@ def test_the_most_blocks_of_a_request_grow_with_length_and_tokens_in_flight(spec
 def test_one_token_count_and_many_are_skipped_alike(spec: KVCacheSpec) -> None:
     kind = World(spec, 0).kind
     computed = np.arange(60)
-    skipped = kind.count_skipped_tokens(computed)
+    skipped = kind.get_num_skipped_tokens(computed)
     assert skipped.tolist() == [kind.get_num_skipped_tokens(n) for n in range(60)]
     assert (np.diff(skipped) >= 0).all()
     assert (skipped <= computed).all()
@@ -160,7 +159,7 @@ def test_exactly_what_no_token_sees_any_more_goes_back(spec: KVCacheSpec) -> Non
         settled = world.some(0, request.num_computed_tokens)
         refs = world.manager.block_pool.ref_count.copy()
         world.manager.remove_skipped_blocks(request.request_id, settled)
-        first = kind.get_num_skipped_tokens(settled) // kind.block_size if kind.frees_skipped_blocks else 0
+        first = kind.get_num_skipped_tokens(settled) // kind.block_size if kind.forgets else 0
         kept = -(-spec.num_sink_tokens // kind.block_size)  # columns of tokens that all others see
         gone, seen = columns[:, kept:first], [*range(kept), *range(max(kept, first), columns.shape[1])]
         seen = [column for column in seen if column < columns.shape[1]]
@@ -200,7 +199,7 @@ def brute_force_hit(kind: SingleTypeKVCacheManager, lookup: PrefixLookup, is_cac
         start = kind.get_num_skipped_tokens(length) // kind.block_size
         start -= lookup.needs_last_block and start == blocks
         end = blocks + lookup.drop_last_block
-        needed = is_cached[start : end if kind.has_stable_positions else blocks]  # a state follows from the one before
+        needed = is_cached[start : blocks if kind.holds_states else end]  # a state follows from the one before
         first = is_cached[: min(-(-kind.kv_cache_spec.num_sink_tokens // kind.block_size), end)]  # all tokens see them
         if end * kind.block_size <= lookup.max_length and end <= is_cached.size and needed.all() and first.all():
             return length
@@ -222,7 +221,7 @@ def test_the_longest_hit_agrees_with_brute_force(spec: KVCacheSpec) -> None:
             pool.register_many(ids, [hashes[i] for i in chosen], group_id)
             pool.free_blocks(ids)
             is_cached &= of_group
-        for drops in {False, kind.supports_eagle}:
+        for drops in {False, spec.supports_eagle}:
             alignment = kind.block_size * world.some(1, 3)
             max_length, needs_last = world.some(0, len(hashes) * kind.block_size + 3), bool(world.some(0, 1))
             lookup = PrefixLookup(hashes, max_length, alignment, drops, needs_last)
@@ -258,7 +257,7 @@ def test_the_common_prefix_agrees_with_brute_force(spec: KVCacheSpec) -> None:
                 width = min(table.shape[1] for table in tables)
                 same = np.logical_and.reduce([table[:, :width] == own[:, :width] for table in tables])
                 expected = np.minimum.accumulate(same, axis=1).sum(axis=1).tolist()
-                keeps = world.kind.is_prefix_cacheable and not world.kind.frees_skipped_blocks
+                keeps = world.kind.is_prefix_cacheable and not world.kind.forgets
                 assert counts == (expected if keeps else [0, 0])
                 most = max(most, *counts) if len(tables) > 1 else most
     assert (most > 1) == keeps
@@ -345,14 +344,13 @@ def test_an_unaligned_hash_block_size_is_refused(spec: KVCacheSpec) -> None:
 
 @every_kind
 def test_a_kind_has_eagle_and_context_parallelism_or_says_that_it_has_not(spec: KVCacheSpec) -> None:
-    kind = manager_class_of(spec)
-    if kind.supports_eagle:
+    if spec.supports_eagle:
         World(spec, 0, options={"use_eagle": True}).live(30)
     else:
         with pytest.raises(NotImplementedError, match=f"{spec.kind} attention does not work with use_eagle=True"):
             World(spec, 0, options={"use_eagle": True})
     for ranks in ({"dcp_world_size": 2}, {"pcp_world_size": 2}):
-        if kind.supports_context_parallelism:
+        if spec.supports_context_parallelism:
             world = World(spec, 0, options=ranks)
             assert world.kind.block_size == 2 * spec.block_size
             world.live(30)

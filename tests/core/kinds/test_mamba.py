@@ -18,7 +18,7 @@ from kvjax.core import (
     ReleaseRules,
     Request,
 )
-from kvjax.core.kinds.mamba import MambaManager
+from kvjax.core.kinds.recurrent import RecurrentManager
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.step.step_builder import build_step_plan
 from kvjax.errors import InvariantError
@@ -287,7 +287,7 @@ def test_check_invariants_finds_a_lost_state() -> None:
     manager = make_manager(state(drafts=1))
     request = admit(manager, "r", 6)
     kind = manager.groups.managers[0]
-    assert isinstance(kind, MambaManager)
+    assert isinstance(kind, RecurrentManager)
     ids = kind.block_tables[0, request.row].copy()
     kind.block_tables[0, request.row, kind.num_blocks[request.row] - 1] = 0
     with pytest.raises(InvariantError, match=r"G2, groups \(0,\): row 0 lacks a running or speculative block"):

@@ -17,7 +17,7 @@ from tests.core.manager.naive_manager import NaiveGroup
 def test_one_row_and_many_agree(setup: Setup) -> None:
     [manager] = setup.manager([9]).groups.managers
     computed = np.arange(60)
-    skipped = manager.count_skipped_tokens(computed)
+    skipped = manager.get_num_skipped_tokens(computed)
     assert skipped.tolist() == [manager.get_num_skipped_tokens(n) for n in range(60)]
     for live in range(20):
         release = manager.tokens_until_release(live)

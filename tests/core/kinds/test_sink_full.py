@@ -11,7 +11,6 @@ from kvjax.core import (
     KVCacheConfig,
     KVCacheManager,
     Request,
-    SinkFullAttentionManager,
     SinkFullAttentionSpec,
 )
 from kvjax.core.step.step_builder import build_step_plan
@@ -22,8 +21,7 @@ SPEC = SinkFullAttentionSpec(block_size=4, sink_len=8, num_kv_heads=1, head_size
 def test_sinks_are_dealt_to_nobody_and_outlive_every_request() -> None:
     manager = KVCacheManager(KVCacheConfig.single_pool(8, SPEC), 64, 4)
     [kind] = manager.groups.managers
-    assert isinstance(kind, SinkFullAttentionManager)
-    assert kind.sink_block_ids.tolist() == [[1, 2]]
+    assert kind.reserved_block_ids.tolist() == [[1, 2]]
     assert manager.usage == 0.0
     request = Request("r", np.arange(20))
     blocks = manager.allocate_slots(request, 20)

@@ -121,7 +121,7 @@ class PageContents:
             if manager.reads_encoder:
                 for block_id in ids if request.request_id in self.encoders else ():
                     self.pages[pool_id, block_id] = {0: (*key, "encoder")}
-            elif manager.has_stable_positions:
+            elif not manager.holds_states:
                 for position in range(start, end):
                     block_id = ids[position // manager.block_size]
                     if block_id:  # a window may have passed it before it was written
@@ -136,7 +136,7 @@ class PageContents:
             key = (group_id, request.cache_salt)
             if manager.reads_encoder:
                 assert all(self.page(pool_id, block_id) == {0: (*key, "encoder")} for block_id in ids)
-            elif not manager.has_stable_positions:
+            elif manager.holds_states:
                 assert self.state(request, group_id, computed) == (*key, tuple(tokens[:computed]))
             else:
                 for position in range(manager.get_num_skipped_tokens(computed), computed):

@@ -197,7 +197,7 @@ class RandomLoads:
 
     def num_lacking(self, load: Load, manager: Any) -> int:
         """Of one group."""
-        num_unseen = manager.get_num_skipped_tokens(load.stop) if manager.has_stable_positions else 0
+        num_unseen = 0 if manager.holds_states else manager.get_num_skipped_tokens(load.stop)
         num_lacking = min(load.num_lacking, num_unseen)
         return num_lacking if num_lacking > load.first and not manager.num_kept_columns else 0
 
@@ -212,7 +212,7 @@ class RandomLoads:
         self.device.write(Writes(request, load.stop - load.first))
         request.num_computed_tokens = load.stop
         for group_id, pool_id, manager, ids in self.device.groups_of(request):
-            if manager.has_stable_positions:
+            if not manager.holds_states:
                 last = ids[(load.stop - 1) // manager.block_size]
                 self.partly_loaded.add((request.request_id, group_id, last))
                 for position in range(load.first, self.num_lacking(load, manager)):
@@ -246,7 +246,7 @@ class RandomLoads:
         manager, _ = self.manager.groups.place_of_group(group_id)
         start, end = column * manager.block_size, (column + 1) * manager.block_size
         tokens = request.token_ids.tolist()
-        if not manager.has_stable_positions:
+        if manager.holds_states:
             assert page.get(0) == (group_id, None, tuple(tokens[:end])), (group_id, column)
             return
         for position in range(start, end):
@@ -257,7 +257,7 @@ class RandomLoads:
         for request in self.running:
             tokens = request.token_ids.tolist()
             for group_id, pool_id, manager, ids in self.device.groups_of(request):
-                if not manager.has_stable_positions:
+                if manager.holds_states:
                     continue
                 for column, block_id in enumerate(ids):
                     page = self.device.page(pool_id, block_id) if block_id else {}

@@ -10,19 +10,16 @@ import pytest
 
 from kvjax.core import (
     AttentionSpec,
-    FullAttentionManager,
     FullAttentionSpec,
     HybridKVCacheCoordinator,
     KVCacheConfig,
     KVCacheCoordinatorNoPrefixCache,
     KVCacheManager,
     Request,
-    SlidingWindowManager,
     UnitaryKVCacheCoordinator,
-    manager_class_of,
-    register_kv_cache_manager,
+    WholeSequenceSpec,
+    register_kv_cache_spec,
 )
-from kvjax.core.kinds.full_attention import WholePrefixManager
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.watch.kv_events import BlockStored
 from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
@@ -86,7 +83,7 @@ def scattered(setup: Setup, num_blocks: int, share: float, seed: int) -> tuple[K
     hashes = [rng.bytes(16) for _ in range(num_blocks)]
     for kind in manager.groups.managers:
         for group_id in kind.group_ids:
-            chosen = [h for h in hashes if kind.hits_are_prefix_closed or rng.random() < share]
+            chosen = [h for h in hashes if not kind.forgets or rng.random() < share]
             ids = kind.block_pool.get_new_blocks(len(chosen))
             kind.block_pool.register_many(ids, chosen, group_id)
             kind.block_pool.free_blocks(ids)
@@ -184,11 +181,11 @@ def test_the_config_chooses_the_coordinator(setup: Setup, expected: type) -> Non
 def test_groups_of_equal_spec_share_a_manager() -> None:
     managers = SETUPS["hybrid_interleaved"].manager([9]).groups.managers
     assert [manager.group_ids for manager in managers] == [(0, 2), (1, 3)]
-    assert [type(manager) for manager in managers] == [SlidingWindowManager, FullAttentionManager]
+    assert [manager.kv_cache_spec.kind for manager in managers] == ["sliding_window", "full_attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StickySpec(AttentionSpec):
+class StickySpec(WholeSequenceSpec, AttentionSpec):
     """A kind of a user's own."""
 
     @property
@@ -199,25 +196,8 @@ class StickySpec(AttentionSpec):
         return -(-max_model_len // self.block_size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StickierSpec(StickySpec):
-    """Managed as its base."""
-
-
-def test_users_register_kinds_of_their_own() -> None:
+def test_a_kind_of_a_users_own_is_a_class_of_specs() -> None:
     spec = StickySpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-    with pytest.raises(ValueError, match=r"no manager for StickySpec; known: .*FullAttentionSpec"):
-        KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4)
-
-    class StickyManager(WholePrefixManager):
-        supports_eagle = False
-
-    assert register_kv_cache_manager(StickySpec)(StickyManager) is StickyManager
-    assert register_kv_cache_manager(StickySpec)(StickyManager) is StickyManager
-    with pytest.raises(ValueError, match="StickySpec is managed by StickyManager; derive a spec class of its own"):
-        register_kv_cache_manager(StickySpec)(FullAttentionManager)
-    assert manager_class_of(StickierSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")) is StickyManager
-
     manager = KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4, enable_kv_cache_events=True)
     request = Request("r", range(8), block_hasher=Lockstep(Setup((NaiveGroup(4),), hash_block_size=4), [9]).hasher)
     manager.allocate_slots(request, 8)
@@ -226,6 +206,14 @@ def test_users_register_kinds_of_their_own() -> None:
     assert (stored.kind, stored.sliding_window) == ("sticky", None)
     with pytest.raises(NotImplementedError, match="sticky attention does not work with use_eagle=True"):
         KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4, use_eagle=True)
+
+
+def test_two_classes_of_one_name_are_not_both_registered() -> None:
+    class FullAttentionSpec(StickySpec):
+        pass
+
+    with pytest.raises(ValueError, match="expected a spec class of another name than FullAttentionSpec, which"):
+        register_kv_cache_spec(FullAttentionSpec)
 
 
 def test_a_promoted_window_tells_its_mask_to_events() -> None:

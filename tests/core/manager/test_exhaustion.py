@@ -96,7 +96,7 @@ class Workload:
 
     def before(self) -> KVCacheManagerSnapshot | None:
         """What a refused step must leave; None: it may give blocks back, as the naive model says."""
-        return None if self.both.manager.groups.frees_skipped_blocks else self.both.manager.snapshot()
+        return None if self.both.manager.groups.releasing else self.both.manager.snapshot()
 
     def check_refusal(self, before: KVCacheManagerSnapshot | None) -> None:
         self.num_refused += 1

@@ -24,8 +24,7 @@ from kvjax.core import (
     Request,
 )
 from kvjax.core.kinds import registry
-from kvjax.core.kinds.full_attention import FullAttentionManager
-from kvjax.core.kinds.registry import register_kv_cache_manager
+from kvjax.core.kinds.registry import register_kv_cache_spec
 from kvjax.core.save.manager_state import open_state
 from kvjax.core.save.state_filling import fill_graph
 from kvjax.core.save.state_graph import _Encoder, attributes_of, encode_graph
@@ -196,27 +195,18 @@ def test_observers_start_anew() -> None:
     assert len(observed.drain_events()) == 4
 
 
-def test_a_kind_of_the_user_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_MANAGERS", dict(registry._MANAGERS))
+def test_a_kind_of_the_user_is_restored_if_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
 
     class OwnSpec(FullAttentionSpec):
         pass
 
-    @register_kv_cache_manager(OwnSpec)
-    class OwnManager(FullAttentionManager):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.seen = {"answer": [np.arange(3), (1, frozenset({2}))]}
-
     config = KVCacheConfig.single_pool(9, OwnSpec(block_size=2, num_kv_heads=1, head_size=8, dtype="float32"))
     manager = KVCacheManager(config, 24, 2)
-    manager.groups.managers[0].seen["more"] = {1, 2}
-    restored = restore(manager).groups.managers[0]
-    assert type(restored) is OwnManager
-    assert list(restored.seen) == ["answer", "more"]
-    assert restored.seen["more"] == {1, 2}
-    assert restored.seen["answer"][0].tolist() == [0, 1, 2]
-    assert restored.seen["answer"][1] == (1, frozenset({2}))
+    with pytest.raises(NotImplementedError, match="OwnSpec cannot be saved; decorate it with register_kv_cache_spec"):
+        manager.save_state()
+    register_kv_cache_spec(OwnSpec)
+    assert type(restore(manager).groups.managers[0].kv_cache_spec) is OwnSpec
 
 
 def other_than(value: Any) -> Any:

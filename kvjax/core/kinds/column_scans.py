@@ -1,17 +1,47 @@
-"""Kinds whose tokens see only the last part of a sequence: blocks before it are released, and no hit needs them.
+"""Lookups in groups whose columns are the request's own tokens: of all tokens, or of the last part of a sequence.
 
-Flow:    WindowManager, ChunkedLocalAttentionManager say which tokens are skipped -> [LocalAttentionManager]
+Flow:    PositionalManager.start_scan -> [WholePrefixScan | LocalScan] -> tokens, blocks
 Source:  vLLM v1/core/single_type_kv_cache_manager.py
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 
-from kvjax.core.kinds.positional import PositionalManager
 from kvjax.core.kinds.prefix_lookup import CachedStretch, HitScan, PrefixLookup
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
+
+
+@final
+class WholePrefixScan(HitScan):
+    """The leading run of cached blocks, looked up once and cut as limits fall.
+
+    Hashes are chained, so nothing after a miss can be of this prefix.
+    """
+
+    def __init__(self, manager: SingleTypeKVCacheManager, lookup: PrefixLookup) -> None:
+        self._manager = manager
+        self._lookup = lookup
+        self._run: np.ndarray | None = None  # int32[G, k]
+        self._num_blocks = 0
+
+    def longest(self, max_length: int) -> int:
+        """Tokens of the run within the limit, without the dropped block."""
+        lookup, size = self._lookup, self._manager.block_size
+        most = max_length // size
+        if self._run is None:
+            self._run = self._manager.cached_run(lookup.block_hashes, most)
+        num_tokens = (min(self._run.shape[1], most) - lookup.drop_last_block) * size
+        num_tokens = max(num_tokens - num_tokens % lookup.alignment, 0)
+        self._num_blocks = num_tokens // size
+        return num_tokens
+
+    def ids(self) -> np.ndarray:  # int32[G, k]
+        """The run's first blocks."""
+        assert self._run is not None  # `longest` comes first
+        return self._run[:, : self._num_blocks]
 
 
 @final
@@ -24,7 +54,7 @@ class LocalScan(HitScan):
     the start of a row are part of every hit: the first that is missing bounds it.
     """
 
-    def __init__(self, manager: LocalAttentionManager, lookup: PrefixLookup) -> None:
+    def __init__(self, manager: SingleTypeKVCacheManager, lookup: PrefixLookup) -> None:
         self._manager = manager
         self._lookup = lookup
         self._stretch = CachedStretch(lookup.block_hashes, manager.cached_run)
@@ -63,16 +93,4 @@ class LocalScan(HitScan):
         return ids
 
 
-class LocalAttentionManager(PositionalManager):
-    """Hits and common prefixes, from `get_num_skipped_tokens`."""
-
-    hits_are_prefix_closed: ClassVar[bool] = False
-    frees_skipped_blocks: ClassVar[bool] = True
-
-    def start_scan(self, lookup: PrefixLookup) -> HitScan:
-        """Right to left: the rightmost aligned edge before which every block is cached that the next token sees."""
-        return LocalScan(self, lookup)
-
-    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
-        """None: a prefix is left behind."""
-        return [0] * self.num_groups
+__all__ = ["LocalScan", "WholePrefixScan"]
