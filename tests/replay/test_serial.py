@@ -10,7 +10,6 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.replay import ReplayConfig, TraceRequest, read_trace, run_replay
-from tests.plain_lru import PLAIN_LRU
 from tests.replay.random_traces import random_trace
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
@@ -56,7 +55,7 @@ def naive_hits(trace: list[TraceRequest], block_size: int, num_blocks: int) -> t
 @pytest.mark.parametrize("seed", range(4))
 def test_agrees_with_a_cache_of_lists(seed: int, num_blocks: int) -> None:
     trace = random_trace(seed, 60)
-    config = ReplayConfig(full(512), num_blocks=num_blocks, serial=True, **PLAIN_LRU)
+    config = ReplayConfig(full(512), num_blocks=num_blocks, serial=True, release="0.16.0")
     recorder = run_replay(trace, config).recorder
     assert (recorder.hit_tokens, recorder.refused) == naive_hits(trace, 512, num_blocks)
 
@@ -115,7 +114,7 @@ def test_an_empty_trace_is_refused() -> None:
 @pytest.mark.timeout(600)
 def test_mooncake_figures(num_blocks: int, hit_tokens: int) -> None:
     """As vLLM's own manager has them, one request at a time."""
-    config = ReplayConfig(full(512), num_blocks=num_blocks, serial=True, hash_algorithm="xxhash_cbor", **PLAIN_LRU)
+    config = ReplayConfig(full(512), num_blocks=num_blocks, serial=True, hash_algorithm="xxhash_cbor", release="0.16.0")
     recorder = run_replay(read_trace(MOONCAKE), config).recorder
     assert recorder.requests == 12_031
     assert recorder.prompt_tokens == 144_793_823

@@ -163,7 +163,7 @@ class GroupManagers:
         """What hits of a manager's kind need: on probation where its pool's policy knows that, else left out."""
         need = CheckpointNeed(
             manager.block_size,
-            manager.get_num_skipped_tokens,
+            manager.kv_cache_spec.skipped_tokens,
             self.settings.max_model_len + self.alignment,
             num_before=int(self.needs_last_block),
             num_after=int(drops_last_block and not manager.holds_states),
