@@ -72,7 +72,7 @@ def table(sent: Counter[Sent], expected: Counter[Sent]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where a step is not in place or sends what it need not."""
-    from scripts.lab.tpu import engine_step
+    from scripts.lab import engine_step
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", action="append", choices=sorted(TENSOR), help="repeatable; default: v6e and v7x")
