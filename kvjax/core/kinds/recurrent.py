@@ -256,7 +256,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         behind.fill(0)
         behind[:, : self.num_tail_columns] = blocks[:, : self.num_tail_columns]
         self.num_blocks[row] = column + self.num_tail_columns
-        self.block_pool.free_held(blocks[:, self.num_tail_columns :].ravel().astype(np.int64))
+        self.block_pool.free_held(blocks[:, self.num_tail_columns :].ravel())
 
     def _move_speculative(self, rows: np.ndarray, num_columns: np.ndarray) -> None:
         """Moves speculative blocks that int64[k] rows of int64[k] columns leave behind to before the last column."""

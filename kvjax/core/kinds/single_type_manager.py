@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from kvjax.core.pool.fresh_blocks import FreshBlocks
     from kvjax.core.requests.request import Request
 
-FEW_COLUMNS = 6  # so many blocks of a row are registered and released faster one by one
+FEW_COLUMNS = 6  # so many blocks of a row are registered faster one by one
 Entries: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]  # int64[k] rows, int64[k] columns, int32[G, k] blocks
 
 
@@ -266,17 +266,11 @@ class SingleTypeKVCacheManager(abc.ABC):
         if start >= end:
             return
         entries = self._table.entries[:, row, start:end]
-        if end - start <= FEW_COLUMNS:
-            for of_group in entries.tolist():
-                of_group.reverse()
-                self.block_pool.free_few(list(filter(None, of_group)) if self._has_gaps else of_group)
-            entries.fill(0)
-            return
-        ids = entries[:, ::-1].astype(np.int64)
-        entries.fill(0)
+        ids = entries[:, ::-1]
         if self._has_gaps:
             ids = ids[:, ids[0] != 0]  # groups have their nulls in the same columns
-        self.block_pool.free_groups(ids)
+        self.block_pool.free_held(ids)
+        entries.fill(0)
 
     def add_computed_blocks(self, row: int, hit_ids: np.ndarray, total_computed: int) -> None:
         """First phase of a first allocation: holds the hit's blocks that the window still sees, nulls before them."""

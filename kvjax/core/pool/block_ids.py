@@ -44,11 +44,6 @@ class BlockIds:
             bad = given[(given < 0) | (given >= num_blocks)][0]
             raise ValueError(f"expected block ids in [0, {num_blocks}), got {bad}") from None
 
-    def check_one(self, block_id: int) -> None:
-        """Raises ValueError for an id out of range."""
-        if not 0 <= block_id < self._ref_count.size:
-            raise ValueError(f"expected block ids in [0, {self._ref_count.size}), got {block_id}")
-
     def count_repeats(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
         """Distinct ids in the order of their last occurrence, and how often each occurs (1 if none repeats).
 

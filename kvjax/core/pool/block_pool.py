@@ -42,6 +42,8 @@ from kvjax.core.watch.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KV
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
 from kvjax.errors import BlockStateError, InvariantError
 
+FEW_BLOCKS = 6  # so many are freed faster one by one
+
 
 class BlockPool:
     """Blocks 1 to num_blocks - 1 to hand out, shared by the groups `group_ids`.
@@ -227,19 +229,22 @@ class BlockPool:
         """
         self._free_shared(without_null(self._ids.checked(block_ids_in_eviction_order)))
 
-    def free_held(self, ids: np.ndarray) -> None:  # int64[n]
+    def free_held(self, ids: np.ndarray) -> None:  # integer[n], or [groups, n]: one group after the other
         """`free_blocks` without checks: none is null, and the caller holds a reference for each time one is listed.
 
-        So a block with one reference is listed once.
+        So a block with one reference is listed once. Of blocks that go to the head, the last group's come first.
         """
-        if all_ones(self.ref_count[ids]):
-            self.ref_count[ids] = 0
-            self._release(ids)
+        if ids.shape[-1] <= FEW_BLOCKS:
+            for few in ids.tolist() if ids.ndim == 2 else (ids.tolist(),):
+                self._free_few(few)
+        elif ids.ndim == 1 or self.eviction_policy.joins_releases:
+            self._free_many(ids.ravel().astype(np.int64, copy=False))
         else:
-            self._free_shared(ids)
+            for of_group in ids.astype(np.int64, copy=False):
+                self._free_many(of_group)
 
-    def free_few(self, ids: Sequence[int]) -> None:
-        """`free_held` of a few blocks, without the cost of arrays."""
+    def _free_few(self, ids: list[int]) -> None:
+        """One by one, without the cost of arrays."""
         freed, num_hashed, ref_count, is_hashed = [], 0, self.ref_count, self.is_hashed.item
         for block_id in ids:
             ref_count[block_id] = count = ref_count.item(block_id) - 1
@@ -251,10 +256,12 @@ class BlockPool:
         if self.tier_link is not None:
             self.tier_link.last_used[freed] = self.tier_link.clock
 
-    def free_groups(self, ids: np.ndarray) -> None:  # int64[groups, n]
-        """`free_held` of one group after the other: of blocks that go to the head, the last group's come first."""
-        for of_call in ids.reshape(1, -1) if self.eviction_policy.joins_releases else ids:
-            self.free_held(of_call)
+    def _free_many(self, ids: np.ndarray) -> None:  # int64[n]
+        if all_ones(self.ref_count[ids]):
+            self.ref_count[ids] = 0
+            self._release(ids)
+        else:
+            self._free_shared(ids)
 
     def _free_shared(self, ids: np.ndarray) -> None:
         """`free_blocks` where blocks may keep references or occur more than once."""
@@ -277,16 +284,6 @@ class BlockPool:
         self.num_cached_free_blocks += count_true(is_hashed)
         if self.tier_link is not None:
             self.tier_link.last_used[ids] = self.tier_link.clock
-
-    def free_block(self, block_id: int) -> None:
-        """`free_blocks` of one block, without the cost of arrays; same errors."""
-        self._ids.check_one(block_id)
-        if block_id == self.NULL_BLOCK_ID:
-            return
-        count = self.ref_count.item(block_id)
-        if count < 1:
-            raise BlockStateError(f"block {block_id} has {count} references, 1 freed; free each reference once")
-        self.free_few((block_id,))
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 

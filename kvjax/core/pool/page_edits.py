@@ -62,9 +62,6 @@ class BlockHolder(Protocol):
     def touch(self, block_ids: npt.ArrayLike) -> None:
         """Adds one reference per occurrence."""
 
-    def free_block(self, block_id: int) -> None:
-        """Drops one reference of a block."""
-
     def free_held(self, ids: np.ndarray) -> None:
         """Drops one reference per occurrence of int64[n] held blocks."""
 
@@ -108,7 +105,7 @@ class PageEdits:
             source = self._source_of.get(block_id, block_id)
             if source != block_id:
                 self._pool.touch([source])
-                self._pool.free_block(block_id)
+                self._pool.free_held(np.array([block_id]))
             self._plan_copy(source, new_id)
             self._to_zero.discard(new_id)
         return new_ids

@@ -206,7 +206,7 @@ def test_a_block_that_was_free_before_its_twin_was_evicted_is_no_ghost_come_back
     policy.note_step_planned()
     _, twin = pool.get_new_blocks(2).tolist()  # the last of the three
     pool.register_many([twin], [b"0"], 0, [0])
-    pool.free_block(twin)
+    pool.free_blocks([twin])
     policy.note_step_planned()
     assert pool.get_new_blocks(2).tolist() == blocks[1::-1].tolist()
     policy.note_step_planned()

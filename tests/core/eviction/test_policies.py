@@ -82,19 +82,16 @@ class Life:
         freed = [block for block in blocks if self.refs[block] == 1]
         for block in blocks:
             self.refs[block] -= 1
-        way = self.rng.integers(3)
-        if way == 0:
+        if self.rng.random() < 0.5:
             blocks[len(blocks) // 2 : len(blocks) // 2] = [0]  # null blocks are passed over
             self.pool.free_blocks(np.array(blocks, np.int32))
-        elif way == 1:
-            self.pool.free_held(np.array(blocks, np.int64))
         else:
-            self.pool.free_few(blocks)
+            self.pool.free_held(np.array(blocks, np.int64))
         self.naive.release(freed)
 
     def release_one(self) -> None:
         for block in self.some(self.held(), most=1):
-            self.pool.free_block(block)
+            self.pool.free_blocks([block])
             self.refs[block] -= 1
             if not self.refs[block]:
                 self.naive.release([block])
@@ -298,8 +295,8 @@ def test_a_shared_prefix_survives_a_flood_under_segmented_lru_and_not_under_lru(
 def test_a_block_deep_in_a_sequence_costs_more() -> None:
     pool = BlockPool(3, eviction_policy=partial(CostAwarePolicy, attention_parity_tokens=64.0))
     deep, shallow = held_and_hashed(pool, [9, 0]).tolist()
-    pool.free_block(deep)
-    pool.free_block(shallow)
+    pool.free_blocks([deep])
+    pool.free_blocks([shallow])
     assert pool.get_new_blocks(2).tolist() == [shallow, deep]
 
 
@@ -317,7 +314,7 @@ def test_what_is_not_hit_again_is_overtaken_in_time() -> None:
     for _ in range(5):
         pool.touch([favourite])
     for _ in range(6):
-        pool.free_block(favourite)
+        pool.free_blocks([favourite])
     for _ in range(40):
         pool.free_blocks(held_and_hashed(pool, [0]))
     assert block_hash not in pool.hash_maps[0]
@@ -358,7 +355,7 @@ def test_a_policy_of_ones_own_needs_the_abstract_methods_only() -> None:
     pool.free_blocks(blocks)
     pool.touch(blocks[:1])
     assert pool.get_new_block() == blocks[2]
-    pool.free_block(int(blocks[2]))
+    pool.free_blocks([int(blocks[2])])
     pool.evict_blocks(blocks)
     assert pool.snapshot().policy_state == ()
     assert pool.snapshot().free_order == (3, 2, 4, 5)

@@ -200,7 +200,7 @@ def test_admission_of_a_whole_sequence_counts_the_copy() -> None:
     manager.block_pool.get_new_block()  # 2 of 5 are free; the child lacks 2, and a copy
     assert manager.allocate_slots(child, 1, full_sequence_must_fit=True) is None
     assert manager.allocate_slots(child, 1) is not None
-    manager.block_pool.free_block(3)
+    manager.block_pool.free_blocks([3])
 
 
 def test_children_have_their_parents_encoder_tokens() -> None:

@@ -381,7 +381,7 @@ def test_a_cached_block_that_the_index_lacks_breaks_its_law() -> None:
     with pytest.raises(InvariantError, match=r"S1, groups \(0,\): 1 cached blocks are missing"):
         manager.check_invariants()
     manager.evict_blocks([block_id])
-    manager.block_pool.free_block(block_id)
+    manager.block_pool.free_blocks([block_id])
 
 
 def test_bad_input() -> None:

@@ -66,7 +66,7 @@ def test_the_null_block_is_never_touched_freed_hashed_or_evicted() -> None:
     before = pool.snapshot()
     pool.touch([0, 0])
     pool.free_blocks([0])
-    pool.free_block(0)
+    pool.free_blocks([0])
     pool.evict_blocks([0])
     assert pool.snapshot() == before
     assert pool.take_events() == []
@@ -91,9 +91,9 @@ def test_giving_back_too_often_changes_nothing(ids: list[int], order: str) -> No
 
 def test_freeing_one_block_twice_is_refused() -> None:
     pool = BlockPool(3)
-    pool.free_block(pool.get_new_block())
+    pool.free_blocks([pool.get_new_block()])
     with pytest.raises(BlockStateError, match="block 1 has 0 references, 1 freed"):
-        pool.free_block(1)
+        pool.free_blocks([1])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_freeing_one_block_twice_is_refused() -> None:
         (lambda p: p.touch([-1]), ValueError, r"expected block ids in \[0, 9\), got -1"),
         (lambda p: p.touch([1, 9]), ValueError, r"expected block ids in \[0, 9\), got 9"),
         (lambda p: p.free_blocks([7, 9]), ValueError, r"expected block ids in \[0, 9\), got 9"),
-        (lambda p: p.free_block(9), ValueError, r"expected block ids in \[0, 9\), got 9"),
+        (lambda p: p.free_blocks([9]), ValueError, r"expected block ids in \[0, 9\), got 9"),
         (lambda p: p.evict_blocks([-2]), ValueError, r"expected block ids in \[0, 9\), got -2"),
         (lambda p: p.free_blocks([7.0]), ValueError, "expected a row of integer block ids, got float64"),
         (lambda p: p.free_blocks([[7], [8]]), ValueError, "expected a row of integer block ids, got int64"),

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvjax.core.eviction import FREE_ORDERS
-from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.pool.block_pool import FEW_BLOCKS, BlockPool
 from kvjax.errors import BlockStateError, OutOfBlocksError
 
 from .plain_pool import PlainPool
@@ -50,11 +50,11 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.get_new_block()
 
     @rule(picks=Picks)
-    def free_few_references(self, picks: list[int]) -> None:
-        """As `free_references`, without null blocks."""
+    def free_held_references(self, picks: list[int]) -> None:
+        """As `free_references`, few and without null blocks, unchecked."""
         left = self.references()
-        given = [left.pop(pick % len(left)) for pick in picks if left]
-        self.pool.free_few(given)
+        given = [left.pop(pick % len(left)) for pick in picks[:FEW_BLOCKS] if left]
+        self.pool.free_held(np.array(given, np.int64))
         self.plain.release(given)
 
     @rule(picks=Picks, nulls=st.integers(0, 2))
@@ -82,16 +82,6 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(BlockStateError, match="free each reference once"):
                 self.pool.free_blocks(given)
-
-    @rule(pick=st.integers(0, 2**16))
-    def free_one(self, pick: int) -> None:
-        block_id = pick % self.plain.num_blocks
-        if self.plain.can_release([block_id]):
-            self.pool.free_block(block_id)
-            self.plain.release([block_id])
-        else:
-            with pytest.raises(BlockStateError, match="free each reference once"):
-                self.pool.free_block(block_id)
 
     @rule(picks=Picks)
     def touch(self, picks: list[int]) -> None:

@@ -30,18 +30,17 @@ def test_the_last_use_of_a_block_is_when_it_was_registered_hit_or_freed() -> Non
     assert link.last_used[ids].tolist() == [4, 4, 5, 5, 5, 2, 2, 2]
 
 
-@pytest.mark.parametrize("free", ["free_blocks", "free_held", "free_few", "free_groups"])
+@pytest.mark.parametrize("free", ["free_blocks", "free_held"])
 def test_however_blocks_are_freed_it_is_their_last_use(free: str) -> None:
     link = TierLink(NoTier(), 0, 9)
     pool = BlockPool(9, tier_link=link)
     ids = pool.get_new_blocks(8).astype(np.int64)
     pool.touch(ids[:2])
     link.clock = 3
-    freed = ids[:5].tolist() if free == "free_few" else ids[:5].reshape((1, 5) if free == "free_groups" else 5)
-    getattr(pool, free)(freed)
+    getattr(pool, free)(ids[:5])
     assert link.last_used[ids].tolist() == [0, 0, 3, 3, 3, 0, 0, 0]
     link.clock = 4
-    pool.free_block(ids.item(0))
+    pool.free_blocks([ids.item(0)])
     assert link.last_used.item(ids.item(0)) == 4
 
 

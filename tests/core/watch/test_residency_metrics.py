@@ -43,7 +43,7 @@ def test_without_access_the_block_is_idle_all_its_life() -> None:
     clock = Clock()
     collector = KVCacheMetricsCollector(1.0, clock=clock)
     pool = BlockPool(2, metrics_collector=collector)
-    pool.free_block(pool.get_new_block())
+    pool.free_blocks([pool.get_new_block()])
     clock.now = 2 * SECOND
     pool.get_new_block()
     assert collector.drain_events() == [KVCacheEvictionEvent(2.0, 2.0, ())]
@@ -148,7 +148,7 @@ def test_bulk_and_single_calls_draw_the_same(seed: int, rate: float) -> None:
         else:
             bulk.free_blocks(ids)
             for block_id in ids:
-                single.free_block(block_id)
+                single.free_blocks([block_id])
         events = [collector.drain_events() for collector in collectors]
         assert events[0] == events[1]
         num_events += len(events[0])
