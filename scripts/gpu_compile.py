@@ -1,13 +1,12 @@
 """Compiles the GPU kernels on a machine without a GPU; prints registers, spills, shared memory, key instructions.
 
-    python scripts/gpu_compile.py OP [name=value ...] [--shapes] [--card h100] [--check] [--ceiling] [--json FILE]
+    python scripts/gpu_compile.py OP [name=value ...] [--card h100] [--check] [--ceiling] [--json FILE]
 
 OP: one of pallas_kernels, whose cases.py has the settings (or model=NAME shards=N), or `layers`: those of
-scripts/lab/gpu/layer_case.py. `--shapes` compiles OP for every layer of a model that it names; `--check` fails
-where a kernel spills or exceeds shared memory, donated pages are not updated in place, or a layer launches too much;
-`--ceiling` prints what the inner loop of each kernel costs, and what it can do at best at 1.7 GHz
-(scripts/lab/gpu/ceiling.py). Needs the extra `cuda-aot` (public wheels, no driver and no card) in the Python that runs
-this, or in the one that KVJAX_CUDA_PYTHON names.
+scripts/lab/gpu/layer_case.py. `--check` fails where a kernel spills or exceeds shared memory, donated pages are not
+updated in place, or a layer launches too much; `--ceiling` prints what the inner loop of each kernel costs, and what it
+can do at best at 1.7 GHz (scripts/lab/gpu/ceiling.py). Needs the extra `cuda-aot` (public wheels, no driver and no
+card) in the Python that runs this, or in the one that KVJAX_CUDA_PYTHON names.
 
 Two rows for one kernel: `linked` is what this jax makes where nvJitLink is installed (`setmaxnreg` ignored), `alone`
 what ptxas makes of the same PTX by itself.
@@ -124,29 +123,16 @@ def _aligned(cells: list[list[Any]]) -> str:
     return "\n".join("  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def cases(arguments: argparse.Namespace) -> list[list[str]]:
-    """The settings to compile, a list per case."""
-    if not arguments.shapes:
-        return [arguments.settings]
-    sys.path.insert(0, str(ROOT))
-    from pallas_kernels.cases.find import case_types
-
-    return [[f"model={shape.name}", *arguments.settings] for shape in case_types()[arguments.op].shapes]
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("op")
     parser.add_argument("settings", nargs="*", metavar="name=value")
-    parser.add_argument("--shapes", action="store_true", help="every layer of a model that the op names")
     parser.add_argument("--card", default="h100", choices=("h100", "h200"))
     parser.add_argument("--check", action="store_true", help="fail on spills and on too much shared memory")
     parser.add_argument("--ceiling", action="store_true", help="cycles of each kernel's inner loop, and what binds")
     parser.add_argument("--json", type=Path, help="also write the records here")
     arguments = parser.parse_args(argv)
-    records = []
-    for settings in cases(arguments):
-        records += compile_op(arguments.card, arguments.op, settings)
+    records = compile_op(arguments.card, arguments.op, arguments.settings)
     print(report(records))
     if arguments.ceiling:
         print("", ceilings(records), sep="\n")
