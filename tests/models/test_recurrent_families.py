@@ -67,7 +67,7 @@ def test_a_state_of_the_wrong_length_is_caught(family: Family, monkeypatch: pyte
     """Steps that do not end where a block of states ends leave it with the state of fewer tokens than it stands for."""
     run_twice(family)
     monkeypatch.setattr(StateSteps, "limit", lambda self, num_computed, num_new, num_tokens: num_new)
-    monkeypatch.setattr(StateSteps, "check", lambda self, num_computed, after: None)
+    monkeypatch.setattr(StateSteps, "check_step_ends", lambda self, num_computed, after: None)
     monkeypatch.setattr(Retention, "step_end", lambda self, start, end, lengths: end)
     with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
         run_twice(family)

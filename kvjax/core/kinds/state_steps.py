@@ -36,7 +36,7 @@ class StateSteps:
     def __bool__(self) -> bool:
         return bool(self._kinds)
 
-    def check(self, num_computed: np.ndarray, after: np.ndarray) -> None:
+    def check_step_ends(self, num_computed: np.ndarray, after: np.ndarray) -> None:
         """Checks steps from int64[n] computed tokens to int64[n] tokens after them.
 
         Raises:

@@ -52,7 +52,7 @@ class DraftSettler:
             return tuple(updates)
         before = self._table.num_computed_tokens[rows]
         kept = before - num_rejected
-        self._check(rows, before, kept)
+        self._check_rejected(rows, before, kept)
         self._table.num_computed_tokens[rows] = kept
         for manager in self._groups.managers:
             held = manager.num_blocks[rows]
@@ -64,7 +64,7 @@ class DraftSettler:
                     self._rows.note_idle(row)
         return tuple(updates)
 
-    def _check(self, rows: np.ndarray, before: np.ndarray, kept: np.ndarray) -> None:
+    def _check_rejected(self, rows: np.ndarray, before: np.ndarray, kept: np.ndarray) -> None:
         """Raises ValueError unless int64[n] rows can go back from `before` to `kept` computed tokens."""
         if kept.min() < 1:
             i = int(kept.argmin())

@@ -267,8 +267,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             num_encoder_tokens,
             num_in_flight_tokens,
             num_kept_free,
-        ).checked()
-        self._hasher_check.check(request)
+        ).as_ints()
+        self._hasher_check.check_hasher(request)
         ids = self._slots.allocate(request, counts, new_computed_blocks, delay_cache_blocks, full_sequence_must_fit)
         if row < 0 and ids is not None:
             self._hits.note_admission(request)

@@ -53,7 +53,7 @@ class PrefixHits:
         """`KVCacheManager.get_computed_blocks`."""
         if not self._looks_up or request.skip_reading_prefix_cache:
             return self._not_looked_up(request)
-        self._hasher_check.check(request)
+        self._hasher_check.check_hasher(request)
         if self._groups.reads_encoder and not self._names_input(request):
             return self._not_looked_up(request)
         if self._sub_block_hits is not None:
@@ -81,7 +81,7 @@ class PrefixHits:
         Raises:
             ValueError: the request was hashed with another block size.
         """
-        self._hasher_check.check(request)
+        self._hasher_check.check_hasher(request)
         if self._groups.reads_encoder and not self._names_input(request):
             return self._groups.no_ids, 0
         hashes = request.block_hashes

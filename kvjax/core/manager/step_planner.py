@@ -114,7 +114,7 @@ class StepPlanner:
         slots_of_work = after_work if num_slots is after else np.minimum(num_slots[active], self._max_model_len)
         self._check_active(rows_of_work, after_work)
         if self._groups.state_steps:
-            self._groups.state_steps.check(self._table.num_computed_tokens[rows_of_work], after_work)
+            self._groups.state_steps.check_step_ends(self._table.num_computed_tokens[rows_of_work], after_work)
         if self._reservations is not None:
             settled = np.maximum(self._table.num_computed_tokens[rows_of_work] - _at(in_flight, active), 0)
             self._reservations.check_rows(rows_of_work, slots_of_work, settled)

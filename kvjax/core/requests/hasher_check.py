@@ -22,7 +22,7 @@ class HasherCheck:
         self._warned_of_seed = False
         self._warned_of_difference = False
 
-    def check(self, request: Request) -> None:
+    def check_hasher(self, request: Request) -> None:
         """Warns where the request can share no blocks with earlier ones, or its published hashes mean nothing.
 
         Raises:

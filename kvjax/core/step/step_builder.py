@@ -86,7 +86,7 @@ def build_step_plan(
     rows, num_new = np.asarray(rows, np.int64), np.asarray(num_new_tokens, np.int64)
     _check_rows(rows, num_new, len(table.request_ids))
     if drafts is not None:
-        drafts.check(rows, num_new)
+        drafts.check_drafts(rows, num_new)
         drafts = drafts if np.count_nonzero(drafts.counts) else None
     one_each = _one_each(rows.size) if np.maximum.reduce(num_new, initial=1) == 1 else None
     order = slice(None) if one_each is not None else decode_first(num_new)

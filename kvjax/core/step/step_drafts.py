@@ -28,7 +28,7 @@ class StepDrafts:
         source = None if self.source is None else self.source[order]
         return StepDrafts(self.counts[order], self.token_ids[order], source)
 
-    def check(self, rows: np.ndarray, num_new: np.ndarray) -> None:
+    def check_drafts(self, rows: np.ndarray, num_new: np.ndarray) -> None:
         """Checks the drafts of int64[S] rows with int64[S] new tokens.
 
         Raises:
