@@ -23,6 +23,9 @@ WHOLE = ("tests/core/", "tests/replay/", "tests/test_architecture.py", "tests/te
 SHARES = {
     "tests/core/manager/test_fork.py::test_everyone_reads_back_its_own_tokens": 3,
     "tests/core/manager/test_step_planner.py::test_a_planned_step_equals_its_calls": 2,
+    "tests/core/manager/test_settle_drafts.py::test_every_pool_size_ends_all_requests_or_refuses_them": 2,
+    "tests/core/record/test_call_recorder.py::test_recorded_runs_replay_to_the_same_ids": 3,
+    "tests/core/save/test_manager_state.py::test_deployments_with_reservations_and_more_continue_alike": 3,
     "tests/core/save/test_manager_state.py::test_restored_and_continued_equals_continued": 2,
     "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces": 3,
     "tests/device/test_flags.py::test_a_step_computes_the_same": 2,

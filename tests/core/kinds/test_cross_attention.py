@@ -33,22 +33,6 @@ def with_audio(name: str, audio: str) -> Request:
     return Request(name, range(9), mm_features=[MultiModalFeature(audio, 0, 1)], block_hasher=HASHER)
 
 
-def test_the_encoders_blocks_come_with_admission_and_stay() -> None:
-    manager = make_manager()
-    request = Request("r", range(6))
-    blocks = manager.allocate_slots(request, 6, num_encoder_tokens=9)
-    assert blocks is not None
-    assert [len(ids) for ids in blocks.get_block_ids()] == [2, 3]
-    request.num_computed_tokens = 6
-    for _ in range(20):
-        request.append_output_token_ids(1)
-        assert manager.plan_step([request.row], 1).num_planned == 1
-        request.num_computed_tokens += 1
-    assert [len(ids) for ids in manager.get_block_ids("r")] == [7, 3]
-    manager.free(request)
-    assert manager.usage == 0.0
-
-
 def test_only_a_named_input_is_looked_up() -> None:
     manager = make_manager()
     for request in (with_audio("a", "x"), Request("b", range(9), block_hasher=HASHER)):

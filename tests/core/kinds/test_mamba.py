@@ -197,30 +197,6 @@ def test_limited_steps_are_allowed_and_finish() -> None:
 # What the device is told.
 
 
-def test_the_plan_names_the_pages_of_states() -> None:
-    manager = make_manager(FULL, state(drafts=1))
-    first, second = admit(manager, "a", 8), admit(manager, "b", 20, first=4)
-    first.append_output_token_ids([1])
-    read = [table(manager, request, 1)[request.num_computed_tokens // 4 - 1] for request in (first, second)]
-    third = Request("c", range(40, 46), block_hasher=HASHER)
-    for request, new in ((first, 1), (second, 8), (third, 6)):
-        assert manager.allocate_slots(request, new) is not None
-    rows = np.array([request.row for request in (first, second, third)])
-    plan = build_step_plan(manager, rows, np.array([1, 8, 6]))
-    states = plan.groups[1]
-    assert states.kind == "mamba"
-    assert states.state_read is not None
-    assert states.state_write is not None
-    assert states.has_initial_state is not None
-    assert states.state_read.tolist() == [*read, 0]
-    assert states.has_initial_state.tolist() == [True, True, False]
-    written = [table(manager, request, 1)[column] for request, column in ((first, 2), (second, 2), (third, 1))]
-    assert states.state_write.tolist() == [[0, page] for page in written]
-    assert (states.slot_mapping == -1).all()
-    assert plan.groups[0].state_read is None
-    assert not set(written) & set(read)
-
-
 def test_a_plan_without_blocks_is_refused() -> None:
     manager = make_manager(state())
     request = admit(manager, "r", 9, first=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, ReleaseRules, Request
+from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNeed
 from kvjax.core.kinds.retention import Retention
 from tests.core.manager.manager_lockstep import FULL, Setup, config_of
 from tests.core.manager.naive_manager import NaiveGroup
@@ -56,6 +58,52 @@ def compute(manager: KVCacheManager, name: str, tokens: list[int], budget: int =
 
 def lookup(manager: KVCacheManager, tokens: list[int]) -> int:
     return manager.get_computed_blocks(request("lookup", tokens))[1]
+
+
+def skipped_by(kind: str, size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Tokens that the token behind so many does not see: of a window, a chunk, or a state of `size`."""
+    if kind == "window":
+        return lambda lengths: np.maximum(lengths - size + 1, 0)
+    return lambda lengths: lengths // size * size if kind == "chunk" else np.maximum(lengths - 1, 0)
+
+
+@pytest.mark.parametrize("has_probation", [False, True])
+@pytest.mark.parametrize("kind", ["window", "chunk", "state"])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_lasts_is_what_checkpoints_need(kind: str, has_probation: bool, seed: int) -> None:
+    """With probation what a row's own need; without it what the interval's do is registered too, and nothing else."""
+    rng = np.random.default_rng(seed)
+    block_size = int(rng.integers(1, 5))
+    step = block_size * int(rng.integers(1, 5))
+    interval = step * int(rng.integers(0, 5))
+    skipped, num_after = skipped_by(kind, int(rng.integers(1, 40))), int(rng.integers(0, 2))
+    retention = Retention(interval, step, int(rng.integers(0, 5)), str(rng.choice(["all", "vllm-0.33"])))
+    retention.reserve_rows(3)
+    lengths: list[set[int]] = []
+    for row in range(3):
+        num_tokens, shared = int(rng.integers(1, 200)), int(rng.integers(0, 200)) // step * step
+        retention.note_admission(row, num_tokens, shared)
+        multiples = range(interval, 400, interval) if interval and not has_probation else ()
+        lengths.append({*retention.lengths_for(num_tokens, shared), *multiples} - {0})
+    checkpoints = CheckpointColumns(
+        CheckpointNeed(block_size, skipped, 400, num_after=num_after), interval, 60, retention, has_probation
+    )
+
+    def is_needed(row: int, column: int) -> bool:
+        return any(
+            int(skipped(np.array(n))) // block_size <= column < n // block_size + num_after for n in lengths[row]
+        )
+
+    for rows, columns in ((np.repeat(np.arange(3), 60), np.tile(np.arange(60), 3)), (np.array([1]), np.arange(60))):
+        pairs = zip(np.broadcast_to(rows, columns.shape).tolist(), columns.tolist(), strict=True)
+        needed = [is_needed(row, column) for row, column in pairs]
+        own = checkpoints.find_own(rows, columns) if has_probation else checkpoints.find_kept(rows, columns)
+        assert (np.zeros(columns.size, np.bool_) if own is None else own).tolist() == needed
+    for row, start, end in ((0, 0, 60), *rng.integers(0, 60, (5, 3)) % (3, 60, 60)):
+        stretches = checkpoints.stretches_on_probation(int(row), int(start), int(end))
+        in_stretches = [column for first, behind in stretches for column in range(first, behind)]
+        rest = [column for column in range(start, end) if not is_needed(row, column)]
+        assert in_stretches == (rest if has_probation else [])
 
 
 @pytest.mark.parametrize("ends", ["all", "vllm-0.33"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from kvjax.core import (
@@ -33,20 +31,6 @@ def test_sinks_are_dealt_to_nobody_and_outlive_every_request() -> None:
     assert manager.reset_prefix_cache()
     assert manager.usage == 0.0
     assert manager.block_pool.ref_count[[1, 2]].tolist() == [1, 1]
-
-
-def test_a_pool_of_sinks_alone_admits_nobody() -> None:
-    manager = KVCacheManager(KVCacheConfig.single_pool(3, SPEC), 64, 4)
-    assert manager.allocate_slots(Request("r", [1]), 1) is None
-    assert manager.usage == 0.0
-
-
-def test_one_token_may_be_a_sink() -> None:
-    spec = replace(SPEC, block_size=1, sink_len=1)
-    manager = KVCacheManager(KVCacheConfig.single_pool(4, spec), 64, 1)
-    blocks = manager.allocate_slots(Request("r", [7, 8]), 2)
-    assert blocks is not None
-    assert blocks.get_block_ids() == ([2, 3],)
 
 
 def test_a_plan_names_the_blocks_of_sinks_before_those_of_requests() -> None:

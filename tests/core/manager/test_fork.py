@@ -116,17 +116,6 @@ def test_the_parents_page_goes_to_the_last_that_writes(setup: Setup) -> None:
     assert num_copies(manager) == [0] * setup.num_pools
 
 
-def test_a_group_copies_only_what_is_partly_filled() -> None:
-    """12 tokens fill blocks of 4, not of 8."""
-    manager = FOUR.manager([100, 100])
-    children = manager.fork(running(manager, 12), 2)
-    assert children is not None
-    decode(manager, list(children))
-    copies = manager.take_page_copies()
-    assert [c.sources.tolist() for c in copies] == [[], [2, 2]]
-    assert [c.destinations.tolist() for c in copies] == [[], [3, 4]]
-
-
 def test_the_last_holder_writes_in_place_while_copies_wait() -> None:
     manager = FULL.manager([20])
     children = manager.fork(request := running(manager, 3), 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -25,17 +23,6 @@ def test_everyone_attends_to_what_was_loaded(name: str, seed: int) -> None:
     world = RandomLoads(SETUPS[name], seed)
     world.run()
     assert world.num_loaded
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", INSIDE)
-def test_pages_are_copied_and_loaded(name: str, seed: int) -> None:
-    """Hits that end inside a block, which a load goes on with, and forks of what was loaded."""
-    setup = replace(SETUPS[name], same_step_hits=False)
-    world = RandomLoads(setup, seed, sub_block_hits=True, forks=True)
-    world.run()
-    assert world.num_loaded
-    assert world.device.num_copies
 
 
 def test_a_connector_may_write_before_the_step_is_planned() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, PinnedPrefix, Request
 from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
-from tests.core.manager.manager_lockstep import FULL, SETUPS, WINDOW, Setup
+from tests.core.manager.manager_lockstep import FULL, SETUPS, Setup
 from tests.core.manager.naive_manager import MAX_ENCODER, NaiveGroup
+from tests.core.manager.page_contents import PageContents, Writes
 from tests.core.manager.random_forks import RandomForks
 
 HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
@@ -161,11 +162,22 @@ def test_with_reserve_pins_and_requests_leave_each_other_what_is_reserved() -> N
     assert manager.allocate_slots(late, 4) is not None
 
 
-def test_a_window_pins_what_it_sees() -> None:
-    manager = WINDOW.manager([30])
-    prefix = manager.pin(computed(manager, 12))
-    assert prefix is not None
-    assert prefix.block_ids == ((0, 0, 0, 0, 5, 6),)
+def test_a_block_may_be_pinned_more_than_once_and_while_it_is_held() -> None:
+    manager = FULL.manager([30])
+    device = PageContents(manager)
+    request = Request("r", range(8), block_hasher=HASHER)
+    assert manager.allocate_slots(request, 8) is not None
+    device.run([Writes(request, 8)])
+    request.num_computed_tokens = 8
+    first, second = manager.pin(request), manager.pin(request)
+    assert first is not None
+    assert second is not None
+    assert first.block_ids == second.block_ids == ((1, 2, 3, 4),)
+    manager.free(request)
+    manager.unpin(first)
+    assert manager.block_pool.num_free_blocks == 25
+    manager.unpin(second)
+    assert manager.block_pool.eviction_policy.order()[-4:].tolist() == [4, 3, 2, 1]
 
 
 def test_what_is_not_cached_is_not_pinned() -> None:

@@ -160,21 +160,6 @@ def test_a_request_alone_finishes_by_vllms_rule(groups: tuple[NaiveGroup, ...]) 
 
 
 @every_kind
-def test_the_largest_steps_fit_wherever_they_begin(groups: tuple[NaiveGroup, ...]) -> None:
-    """Steps of `max_in_flight_tokens`, in pools of exactly the worst case of one request."""
-    for first in range(1, IN_FLIGHT + 1):
-        manager = manager_of(groups, [worst + 1 for worst in worst_case(groups)], reserve=True)
-        request, new = Request("r", [1] * MAX_MODEL_LEN), first
-        encoder = MAX_ENCODER if manager.groups.reads_encoder else 0
-        while request.num_computed_tokens < MAX_MODEL_LEN:
-            new = min(new, MAX_MODEL_LEN - request.num_computed_tokens)
-            new = max(manager.limit_step(request, new), 1)
-            assert manager.allocate_slots(request, new, num_encoder_tokens=encoder) is not None
-            request.num_computed_tokens += new
-            new, encoder = IN_FLIGHT, 0
-
-
-@every_kind
 def test_a_pool_one_block_short_admits_nobody_of_the_longest_length(groups: tuple[NaiveGroup, ...]) -> None:
     needs, least = worst_case(groups), manager_of(groups, 1_000).block_needs.worst_case(2)
     for short in range(len(needs)):
@@ -196,15 +181,6 @@ def test_a_short_request_reserves_what_one_step_takes(groups: tuple[NaiveGroup, 
         assert manager.allocate_slots(request, num_tokens, num_encoder_tokens=encoder) is not None
         taken = [free - pool.num_free_blocks for free, pool in zip(before, manager.block_pools, strict=True)]
         assert manager.block_needs.worst_case(num_tokens) == taken
-
-
-def test_the_reservation_ends_with_the_request() -> None:
-    manager = manager_of(FULL.groups, 21, reserve=True)
-    first, second = Request("a", [1] * 30, max_tokens=10), Request("b", [1] * 3, max_tokens=1)
-    assert manager.allocate_slots(first, 9) is not None
-    assert manager.allocate_slots(second, 3) is None
-    manager.free(first)
-    assert manager.allocate_slots(second, 3) is not None
 
 
 def test_more_than_was_reserved_is_an_error_and_changes_nothing() -> None:

@@ -276,20 +276,6 @@ def test_tokens_fall_and_blocks_stay() -> None:
     assert manager.get_block_ids("r") == blocks
 
 
-def test_the_block_of_the_accepted_state_takes_the_place_of_its_column() -> None:
-    """Of states after 9, 10, 11 and 12 tokens, blocks of 4: the last is in column 2, the others in columns 5, 4, 3."""
-    for rejected in range(4):
-        manager, request = started("mamba")
-        table = manager.get_block_ids("r")[0]
-        assert len(table) == 6
-        [update] = manager.settle_drafts([request.row], [rejected])
-        after = manager.get_block_ids("r")[0]
-        assert (after[2], after[2 + rejected]) == (table[2 + rejected], table[2])
-        assert sorted(after) == sorted(table)
-        changed = dict(zip(update.columns.tolist(), update.block_ids.tolist(), strict=True))
-        assert changed == ({2: after[2], 2 + rejected: after[2 + rejected]} if rejected else {})
-
-
 def test_bad_counts_change_nothing() -> None:
     manager, request = started()
     row = request.row

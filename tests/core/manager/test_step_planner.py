@@ -222,12 +222,6 @@ def decoding_manager(num_requests: int = 3) -> tuple[KVCacheManager, np.ndarray]
     return manager, np.array([manager.request_table.row_of(f"r{i}") for i in range(num_requests)])
 
 
-def test_an_empty_step_plans_nothing() -> None:
-    manager, _ = decoding_manager()
-    assert manager.plan_step([], []).num_planned == 0
-    assert manager.plan_step(np.empty(0, np.int64), 1).num_planned == 0
-
-
 def test_one_number_stands_for_every_row() -> None:
     (manager, rows), (other, _) = decoding_manager(), decoding_manager()
     assert manager.plan_step(rows, 2, num_lookahead_tokens=1).num_planned == 3
@@ -235,12 +229,6 @@ def test_one_number_stands_for_every_row() -> None:
     assert manager.snapshot() == other.snapshot()
     one = np.int64(1)
     assert manager.plan_step(rows, one, num_lookahead_tokens=one, num_in_flight_tokens=np.array(1)).num_planned == 3
-
-
-def test_a_step_without_work_returns_no_updates() -> None:
-    manager, rows = decoding_manager()
-    result = manager.plan_step(rows, 1)
-    assert (result.num_planned, [update.block_ids.size for update in result.new_blocks]) == (3, [0])
 
 
 @pytest.mark.parametrize(

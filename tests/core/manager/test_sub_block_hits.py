@@ -191,6 +191,22 @@ def test_no_column_beyond_the_limit_is_looked_up(monkeypatch: pytest.MonkeyPatch
     assert min(asked) >= 1
 
 
+def test_the_copy_is_the_requests_own_and_the_source_stays_a_hit() -> None:
+    manager = FOUR.manager([20], sub_block_hits=True)
+    computed(manager, "a", list(range(8)))
+    tokens = [0, 1, 2, 3, 4, 5, 66, 67, 68]
+    assert hit_of(manager, tokens) == (([1, 2],), 6)
+    request = Request("b", tokens, block_hasher=HASHER)
+    hit, num_tokens = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, 3, num_tokens, hit) is not None
+    assert manager.get_block_ids("b") == ([1, 3, 4],)
+    (copies,) = manager.take_page_copies()
+    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([2], [3])
+    manager.new_step_starts()
+    assert hit_of(manager, [*range(8), 9]) == (([1, 2],), 8)
+    assert hit_of(manager, tokens) == (([1, 3],), 8)
+
+
 @pytest.mark.parametrize("num_blocks", range(2, 12))
 @pytest.mark.parametrize("reserve", [False, True])
 @pytest.mark.parametrize("must_fit", [False, True])
@@ -337,18 +353,6 @@ def test_the_index_is_emptied_with_the_pool() -> None:
     assert hit_of(manager, list(range(24)))[1] == 0
     computed(manager, "b", list(range(24)))
     assert hit_of(manager, [*range(19), 77, 78])[1] == 19
-
-
-def test_entries_that_wait_for_a_step_are_dropped_with_their_blocks_too() -> None:
-    manager = FOUR.manager([12], sub_block_hits=True)
-    (only,) = manager.groups.managers
-    assert only.sub_blocks is not None
-    for i in range(200):
-        request = Request(f"r{i}", range(10 * i, 10 * i + 8), block_hasher=HASHER)
-        assert manager.allocate_slots(request, 8) is not None
-        manager.free(request)
-        assert only.sub_blocks.num_entries <= 2 * 11 + 64
-    manager.check_invariants()
 
 
 @given(

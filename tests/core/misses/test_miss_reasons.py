@@ -20,6 +20,8 @@ from kvjax.core.misses.lookup_states import (
     UNKNOWN,
 )
 from kvjax.core.misses.seen_origins import MAX_ORIGINS
+from kvjax.core.record.call_recorder import CallRecorder
+from kvjax.core.record.call_replay import replay_calls
 from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, WINDOW, Pair, Setup
 from tests.core.manager.naive_manager import NaiveRequest
 from tests.core.manager.test_invalidation import HASHER, RandomInvalidation, compute, request
@@ -325,6 +327,16 @@ def test_a_request_without_hashes_was_never_seen() -> None:
     assert manager.miss_reasons is not None
     assert manager.miss_reasons.last is not None
     assert manager.miss_reasons.last.num_missed_tokens == {R.NEVER_SEEN: 8, R.BELOW_GRANULARITY: 1}
+
+
+def test_recorded_calls_replay_with_and_without(tmp_path: Any) -> None:
+    path = tmp_path / "calls"
+    manager, reasons = manager_of(FULL, 6)
+    with CallRecorder(manager, path) as recorder:
+        compute(recorder.manager, request("owner"))
+        missed(recorder.manager, cache_salt="b")
+    assert replay_calls(path).manager.miss_reasons is None
+    assert reasons.num_lookups == 2
 
 
 def test_a_request_that_waits_is_counted_when_it_is_admitted() -> None:

@@ -19,27 +19,6 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def test_the_first_registered_block_answers_and_none_is_merged() -> None:
-    index = BlockHashToBlockMap()
-    for block_id in (7, 3, 9):
-        index.insert(b"a", block_id)
-    assert (index.get_one_block(b"a"), index.get_blocks(b"a"), len(index)) == (7, (7, 3, 9), 1)
-    assert index.pop(b"a", 7)
-    assert (index.get_one_block(b"a"), index.get_blocks(b"a")) == (3, (3, 9))
-    assert index.pop(b"a", 9)
-    assert index.get_one_block(b"a") == 3
-    assert index.pop(b"a", 3)
-    assert (index.get_one_block(b"a"), index.get_blocks(b"a"), len(index)) == (None, (), 0)
-
-
-def test_hashes_of_several_blocks_are_told_with_all_of_them() -> None:
-    index = BlockHashToBlockMap()
-    index.insert(b"one", 1)
-    assert index.blocks_of_shared([b"one", b"none"]) == []
-    index.insert_n([b"two", b"two"], ids(3, 2))
-    assert index.blocks_of_shared([b"one", b"two", b"none"]) == [[3, 2]]
-
-
 def test_popping_what_is_not_registered_changes_nothing() -> None:
     index = BlockHashToBlockMap()
     index.insert(b"one", 1)
@@ -49,13 +28,6 @@ def test_popping_what_is_not_registered_changes_nothing() -> None:
     assert not index.pop(b"two", 1)
     assert not index.pop(b"none", 1)
     assert index.snapshot() == before == {b"one": (1,), b"two": (2, 3)}
-
-
-def test_inserting_a_block_twice_registers_it_once() -> None:
-    index = BlockHashToBlockMap()
-    index.insert(b"a", 4)
-    index.insert(b"a", 4)
-    assert index.snapshot() == {b"a": (4,)}
 
 
 def test_membership_is_by_hash_and_by_block() -> None:
@@ -113,28 +85,3 @@ def test_a_run_ends_at_the_first_miss(length: int, duplicates: bool, goes_on: bo
     run = index.find_run([*known[:length], *behind])
     assert run.dtype == np.int32
     assert run.tolist() == block_ids[:length].tolist()
-
-
-@pytest.mark.parametrize(
-    "limit", [None, 0, 1, 5, FEW_HASHES, FEW_HASHES + 1, LARGEST_CHUNK, LARGEST_CHUNK + 1, 999, 1_000, 5_000]
-)
-def test_a_run_is_at_most_its_limit(limit: int | None) -> None:
-    known = hashes(1_000)
-    index = BlockHashToBlockMap()
-    index.insert_n(known, np.arange(1, 1_001))
-    run = index.find_run(known, limit)
-    assert run.tolist() == list(range(1, 1_001))[:limit]
-
-
-def test_a_run_is_found_in_any_sequence_of_hashes() -> None:
-    known = hashes(3)
-    index = BlockHashToBlockMap()
-    index.insert_n(known, ids(4, 5, 6))
-    assert index.find_run(tuple(known)).tolist() == [4, 5, 6]
-
-
-def test_clear_forgets_everything() -> None:
-    index = BlockHashToBlockMap()
-    index.insert_n([b"a", b"a"], ids(1, 2))
-    index.clear()
-    assert (len(index), index.snapshot()) == (0, {})

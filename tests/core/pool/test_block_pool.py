@@ -42,25 +42,6 @@ def test_running_out_changes_nothing(num_blocks: int) -> None:
         pool.get_new_block()
 
 
-def test_every_way_of_registering_leaves_the_same_state() -> None:
-    pools = [BlockPool(8, group_ids=(3, 7)) for _ in range(3)]
-    many, rows, single = pools
-    for pool in pools:
-        ids = pool.get_new_blocks(6).reshape(2, 3)
-    names = [b"a", b"b", b"a"]
-    for group_id, of_group in zip((3, 7), ids, strict=True):
-        many.register_many(of_group, names, group_id)
-        for block_id, name in zip(of_group.tolist(), names, strict=True):
-            single.register_few([block_id], [name], 0, group_id)
-    rows.register_rows(ids, np.fromiter(names, np.object_), np.zeros(len(names), np.int64), (3, 7))
-    assert many.snapshot() == rows.snapshot() == single.snapshot()
-    for pool in pools:
-        pool.check_invariants()
-        assert pool.num_hashed_blocks == 6
-        assert [pool.block_hash_of(i) for i in range(1, 7)] == names * 2
-        assert [pool.group_of(i) for i in range(1, 7)] == [3] * 3 + [7] * 3
-
-
 def test_the_null_block_is_never_touched_freed_hashed_or_evicted() -> None:
     pool = BlockPool(4, enable_kv_cache_events=True)
     before = pool.snapshot()

@@ -98,15 +98,6 @@ def check(plan: StepPlan, manager: KVCacheManager, by_row: dict[int, Any], wante
     assert {plan.logits_indices.dtype, plan.logits_starts.dtype, plan.token_ids.dtype} == {np.dtype(np.int32)}
 
 
-def test_no_drafts_are_as_none() -> None:
-    manager = make_manager()
-    rows = np.array([start(manager, "a", 9, 8, 1).row, start(manager, "b", 9, 0, 5).row])
-    plans = [build_step_plan(manager, rows, np.array([1, 5]), drafts=drafts) for drafts in (None, drafts_of([[], []]))]
-    for name in ("token_ids", "token_source", "logits_indices", "logits_starts"):
-        np.testing.assert_array_equal(*(getattr(plan, name) for plan in plans))
-    assert plans[0].logits_starts.tolist() == [0, 1]
-
-
 def test_a_shape_is_picked_for_the_most_drafts_of_a_request() -> None:
     manager, asked = make_manager(), []
 
@@ -174,14 +165,3 @@ def test_drafts_need_states_of_their_own() -> None:
     request = start(manager, "a", 9, 8, 3)
     with pytest.raises(ValueError, match="row 0, group 1: expected at most 1 drafts, as there are states for, got 2"):
         build_step_plan(manager, np.array([request.row]), np.array([3]), drafts=drafts_of([[1, 2]]))
-
-
-def test_states_of_drafts_are_named_behind_a_longer_step_too() -> None:
-    """A prompt's last five tokens and two drafts: pages for the states after the prompt and both drafts."""
-    state = {"shapes": ((2,),), "dtypes": ("float32",), "mamba_cache_mode": "align"}
-    manager = make_manager(MambaSpec(block_size=16, num_speculative_blocks=3, **state))
-    request = start(manager, "a", 9, 4, 7)
-    [group] = build_step_plan(manager, np.array([request.row]), np.array([7]), drafts=drafts_of([[1, 2]])).groups
-    [table] = manager.get_block_ids("a")
-    assert group.state_write is not None
-    assert group.state_write.tolist() == [[0, table[2], table[1], table[0]]]

@@ -65,18 +65,6 @@ def pending(steps: list[tuple[dict[int, int], list[int]]], row: int) -> int:
     return sum(row in samples for _, samples in steps)
 
 
-def test_rows_of_a_step_in_flight_are_not_issued_again() -> None:
-    table = table_of(2)
-    flights = StepsInFlight(table)
-    gone = table.requests[1]
-    assert gone is not None
-    flights.start(np.array([0, 1]), np.array([PROMPT, PROMPT]), np.array([0, 1]))
-    table.release(gone)
-    assert table.add(Request("next", [1])) not in (0, 1)
-    assert [table.requests[row] is None for row in flights.read()] == [False, True]
-    assert table.add(Request("after", [1])) == 1
-
-
 def test_a_step_that_cannot_start_changes_nothing() -> None:
     table = table_of(2)
     flights = StepsInFlight(table)

@@ -37,13 +37,13 @@ def test_agrees_with_a_list_of_all_evictions(max_blocks: int) -> None:
 def test_memory_is_what_the_docstring_says() -> None:
     tracemalloc.start()
     try:
-        ghosts = EvictedBlocks(50_000, lambda: 1)
+        ghosts = EvictedBlocks(10_000, lambda: 1)
         empty, _ = tracemalloc.get_traced_memory()
-        for i in range(200_000):
+        for i in range(40_000):
             ghosts.add([BlockHash(i.to_bytes(32, "big"))], [0], was_reused=True)
         full, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(ghosts) == 50_000
-    assert empty <= 50_000 * 16 * 1.01
-    assert full <= 50_000 * 330
+    assert len(ghosts) == 10_000
+    assert empty <= 10_000 * 16 * 1.01
+    assert full <= 10_000 * 330

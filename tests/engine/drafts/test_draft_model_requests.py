@@ -57,31 +57,6 @@ def test_an_aborted_request_leaves_no_draft_behind() -> None:
     assert_no_draft_is_left(engine)
 
 
-@pytest.mark.parametrize("call", ["count", "propose", "settle"])
-def test_an_exception_in_the_draft_model_is_undone_and_requests_go_on(
-    monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    engine = speculating_engine(LLAMA, ITSELF)
-    goldens = goldens_of("llama")[:3]
-    names = [engine.add_request(golden.prompt, greedy_params()) for golden in goldens]
-    for _ in range(6):
-        engine.step()
-    assert engine._draft_model is not None
-
-    def fail(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._draft_model, call, fail)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    assert engine._draft_model.requests.num_followed == 0
-    results = drain(engine)
-    for name, golden in zip(names, goldens, strict=True):
-        np.testing.assert_array_equal(results[name].output_token_ids, golden.greedy)
-    assert_no_draft_is_left(engine)
-
-
 def test_nothing_compiles_after_warm_up() -> None:
     engine = speculating_engine(LLAMA, ITSELF)
     engine.warmup()

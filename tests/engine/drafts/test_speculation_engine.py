@@ -21,7 +21,6 @@ from kvjax.engine.requests.engine_request import EngineRequest
 from kvjax.engine.sampling.sampling_table import SamplingTable
 from kvjax.engine.scheduling.speculation import Drafts
 from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
-from tests.engine.failures import plant
 from tests.engine.sampling.test_sampling_requests import Digits
 
 NAME = "llama"
@@ -189,48 +188,6 @@ def test_requests_with_a_matcher_are_not_drafted_for() -> None:
     results = run(speculating_engine(answers))
     assert [results[name].stats.num_draft_tokens for name in MATCHED] == [0, 0]
     assert all(result.stats.num_draft_tokens for name, result in results.items() if name not in MATCHED)
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    "target",
-    [
-        "kvjax.engine.scheduling.draft_shares.DraftShares.allocate",
-        "kvjax.engine.step.host_loop.HostLoop._propose",
-        "kvjax.engine.step.model_runner.ModelRunner.dispatch",
-        "kvjax.core.manager.kv_cache_manager.KVCacheManager.settle_drafts",
-        "kvjax.engine.scheduling.token_delivery.TokenDelivery._give",
-        "kvjax.engine.scheduling.token_delivery.TokenDelivery._tell_drafter",
-    ],
-)
-def test_a_step_with_drafts_that_is_broken_off_is_undone(
-    target: str, when: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = {name: result.output_token_ids for name, result in plain_results().items()}
-    monkeypatch.setattr(llm_engine, "PromptLookup", lambda table, *_: KnowingDrafter(table, answers, seed=0))
-    speculative = SpeculativeConfig(num_drafts=NUM_DRAFTS)
-    config = base_config(NAME, speculative=speculative, max_logprobs=3, async_scheduling=async_scheduling)
-    engine = LLMEngine(loaded(NAME), config, like=base_speculating_engine(config.num_blocks or 0))
-    num_raised = plant(monkeypatch, target, {3: RuntimeError, 8: KeyboardInterrupt}, when)
-    names = [
-        engine.add_request(prompt, SamplingParams(max_tokens=NUM_TOKENS, seed=i, **PARAMS[i]), request_id=f"r{i}")
-        for i, prompt in enumerate(prompts())
-        if f"r{i}" not in MATCHED
-    ]
-    tokens: dict[str, list[int]] = {}
-    num_errors = 0
-    while engine.num_unfinished or engine._runner.num_in_flight or engine._loop.undelivered:
-        try:
-            for output in engine.step():
-                tokens.setdefault(output.request_id, []).append(output.token_id)
-        except (RuntimeError, KeyboardInterrupt):
-            num_errors += 1
-            engine.check_invariants()
-    assert num_errors == num_raised() == 2
-    expected = {name: result.output_token_ids.tolist() for name, result in plain_results().items()}
-    assert tokens == {name: expected[name] for name in expected if name.split(".")[0] in names}
-    assert_no_leak(engine)
 
 
 def test_statistics_tell_what_drafts_have_saved() -> None:

@@ -25,7 +25,6 @@ from tests.engine.engines import (
     loaded,
     make_engine,
 )
-from tests.models.golden_models import goldens_of
 
 NAME = "llama"
 
@@ -154,28 +153,6 @@ def test_a_next_turn_finds_prompt_and_answer(async_scheduling: bool) -> None:
     num_computed = prompt.size + answer.size - 1  # the last token was never an input
     turn = engine.generate([np.concatenate([prompt, answer, [1, 2, 3]])], sampling(1))[0]
     assert turn.stats.num_cached_tokens == num_computed // 8 * 8
-    assert_no_leak(engine)
-
-
-def test_log_probabilities_are_the_models() -> None:
-    golden = goldens_of(NAME)[0]
-    result = make_engine(NAME).generate([golden.prompt], SamplingParams(max_tokens=1, temperature=0.0))[0]
-    logits = golden.logits[-1].astype(np.float64)
-    expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-    np.testing.assert_allclose(result.logprobs[0], expected[golden.greedy[0]], atol=1e-4)
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_stop_tokens_end_a_request(async_scheduling: bool) -> None:
-    engine = make_engine(NAME, async_scheduling=async_scheduling)
-    prompts = golden_prompts(NAME)[:2]
-    whole = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0))
-    stop = int(whole[0].output_token_ids[5])
-    params = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=(stop,))
-    cut = engine.generate(prompts, params)
-    length = whole[0].output_token_ids.tolist().index(stop) + 1
-    assert cut[0].output_token_ids.tolist() == whole[0].output_token_ids[:length].tolist()
-    assert cut[0].finish_reason is FinishReason.STOP
     assert_no_leak(engine)
 
 
