@@ -223,8 +223,8 @@ def as_numpy(arguments: Arguments) -> tuple[Arrays, Step]:
 
 
 def hard_arguments(rng: np.random.Generator, arrays: Arrays, step: Step) -> Arguments:
-    """The same as jax arrays; at times all sequences of some tokens are called mixed, whatever they are."""
-    if step.query_start_loc[-1] > 1 and rng.random() < 0.25:
+    """The same as jax arrays; at times all sequences are called mixed, whatever they are."""
+    if rng.random() < 0.25:
         step = step._replace(distribution=np.array([0, 0, step.num_rows], np.int32))
     return as_arguments(arrays, step)
 

@@ -19,7 +19,7 @@ from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.reference import TokenStates, prepared, scan
 from pallas_kernels.state_step import StateStep, StepArrays
 from pallas_kernels.tpu.mosaic import LANES
-from pallas_kernels.tpu.segments import plan_segments
+from pallas_kernels.tpu.segments import num_decode_tokens, plan_segments
 
 _MOST_VMEM_BYTES = 40 << 20
 
@@ -49,7 +49,7 @@ def gated_delta_rule(
     num_tokens = inputs.v.shape[0]
     step = StateStep.of(num_tokens, arrays)
     tokens = TokenStates.of(step)
-    num_decode = arrays.query_start_loc[arrays.distribution[0]]
+    num_decode = num_decode_tokens(step, arrays.distribution)
     of_decode = jnp.arange(num_tokens) < num_decode
     ready = prepared(inputs, options)
     out, states = _decode(ready, states, tokens, num_decode, arrays.state_read.shape[0])

@@ -38,8 +38,11 @@ class Segments(NamedTuple):
 
 
 def num_decode_tokens(step: StateStep, distribution: jax.Array) -> jax.Array:
-    """int32[] how many tokens decode sequences have: one each, the first of the step."""
-    is_decode = jnp.arange(step.q_lens.shape[0]) < distribution[0]
+    """int32[] how many tokens decode sequences have: one each, the first of the step.
+
+    A step with room for one token has no segments: its sequence decodes, whatever `distribution` calls it.
+    """
+    is_decode = jnp.arange(step.q_lens.shape[0]) < distribution[0 if step.seq.shape[0] > 1 else 2]
     return jnp.sum(jnp.where(is_decode, step.q_lens, 0), dtype=jnp.int32)
 
 
