@@ -166,6 +166,15 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def chunked_rows(shape: tuple[int, int], dtype: Any, num_columns: int) -> Any:
+    """Shared memory of `shape` [rows, n], plain, for rows that are copied one by one and read `num_columns` at a time.
+
+    It says that it is not swizzled. Where nothing is said, Pallas (jax 0.11 and 0.12) may choose tiles of one row that
+    are swizzled: reads of columns beyond the first tile then find others than the copies wrote.
+    """
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((1, num_columns)),))  # type: ignore[abstract]
+
+
 def matrix(x: jax.Array) -> jax.Array:
     """`x` [rows, n] in the register layout of matrix products."""
     return x if is_interpreted() else plgpu.layout_cast(x, _MATRIX)

@@ -84,23 +84,23 @@ class PlainRows:
     num_copies = 1
 
     def views(self, pages: jax.Array) -> tuple[jax.Array, ...]:
-        """Rows of chunks."""
-        return (pages.reshape(-1, self.dim // PLAIN_COLUMNS, PLAIN_COLUMNS),)
+        """Rows."""
+        return (pages.reshape(-1, self.dim),)
 
     def stage(self, num_rows: int) -> tuple[Any, ...]:
         """As the view."""
-        return (plgpu.SMEM((num_rows, self.dim // PLAIN_COLUMNS, PLAIN_COLUMNS), self.dtype),)
+        return (mosaic.chunked_rows((num_rows, self.dim), self.dtype, PLAIN_COLUMNS),)
 
     def copy(self, views: tuple[Any, ...], row: jax.Array, stage: tuple[Any, ...], number: int, full: Any) -> None:
         """The whole row at once."""
-        plgpu.copy_gmem_to_smem(views[0].at[row], stage[0].at[number], full)
+        plgpu.copy_gmem_to_smem(views[0].at[pl.ds(row, 1)], stage[0].at[pl.ds(number, 1)], full)
 
     def move(self, stage: tuple[Any, ...], part: pl.Slice, seen: Seen, block: Any) -> None:
         """Chunk by chunk."""
         keep = mosaic.spread(seen(PLAIN_COLUMNS), PLAIN_COLUMNS)
-        for chunk in range(self.dim // PLAIN_COLUMNS):
-            values = mosaic.load(stage[0].at[part, chunk], mosaic.row_chunks(PLAIN_COLUMNS))
-            columns = pl.ds(chunk * PLAIN_COLUMNS, PLAIN_COLUMNS)
+        for start in range(0, self.dim, PLAIN_COLUMNS):
+            columns = pl.ds(start, PLAIN_COLUMNS)
+            values = mosaic.load(stage[0].at[part, columns], mosaic.row_chunks(PLAIN_COLUMNS))
             block[part, columns] = jnp.where(keep, values, jnp.zeros_like(values))
 
 
