@@ -68,6 +68,8 @@ ALLOWED = {
     "kvjax.replay": (
         *HOST,
         "kvjax.replay",
+        "kvjax.engine.requests",
+        "kvjax.engine.scheduling",
         "kvjax.routing",
         "kvjax.planning",
         "kvjax.models.config",

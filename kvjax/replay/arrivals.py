@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvjax.replay.running_batch import Job
+from kvjax.replay.job import Job
 from kvjax.replay.timeline import Timeline
 from kvjax.replay.trace import TraceRequest
 

@@ -18,12 +18,12 @@ from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.garbage import no_garbage_collection
 from kvjax.replay.infinite_cache import InfiniteCache
+from kvjax.replay.job import Job
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.replay import SEED_TEXT, ReplayConfig, longest_request, plan_cache
 from kvjax.replay.replica import Deployment, Replica
 from kvjax.replay.routed_replicas import RoutedReplicas
-from kvjax.replay.running_batch import Job
 from kvjax.replay.timeline import Timeline
 from kvjax.replay.trace import TraceRequest
 from kvjax.tiers.stats import TierStats

@@ -1,14 +1,12 @@
 """Why the prompts of a replay missed: tokens by reason, counted once for each request, when it is first admitted.
 
-Flow:    MissReasons.last -> [MissCounts.count] -> kvjax.replay.report;   counts -> [miss_table] -> terminal
-
-A request that waits is looked up before every step; only the lookup that admits it counts, as for hits.
+Flow:    MissReasons.reports -> [MissCounts.of] -> kvjax.replay.report;   counts -> [miss_table] -> terminal
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvjax.core.misses.lookup_report import LookupReport, MissReason
@@ -25,8 +23,15 @@ class MissCounts:
     evicted_blocks_ago: list[int] = field(default_factory=list)  # ... of the one that went first
     blocks_short: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # likewise, by pool
 
-    def count(self, report: LookupReport) -> None:
-        """Adds a lookup."""
+    @classmethod
+    def of(cls, reports: Iterable[LookupReport]) -> MissCounts:
+        """Counts lookups, one of each request."""
+        counts = cls()
+        for report in reports:
+            counts._add(report)
+        return counts
+
+    def _add(self, report: LookupReport) -> None:
         self.tokens.update(report.num_missed_tokens)
         self.tokens_short.update(report.num_tokens_short)
         for pool_id, num_blocks in report.num_blocks_short.items():

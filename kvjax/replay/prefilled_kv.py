@@ -1,7 +1,6 @@
 """KV of prompts that another replica computed, on its way to the replica that decodes.
 
-Flow:    Job that a prefill replica ended -> [PrefilledKV.expect]; it is admitted -> [PrefilledKV.start] -> links ->
-         arrived -> it decodes
+Flow:    Job that a prefill replica ended -> [PrefilledKV.expect]; it is admitted -> links -> arrived -> it decodes
 Source:  kvjax.transfer.DecodeConnector: a request pulls its KV once it has blocks, and only what lies behind its hit
 
 A transfer takes the sender's link and the receiver's, begins when both are free, and takes a latency and its bytes over
@@ -16,9 +15,7 @@ from dataclasses import dataclass, field
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
-from kvjax.core.spec import KVCacheConfig
 from kvjax.replay.clock import VirtualClock
-from kvjax.replay.external_kv import allocate_external
 from kvjax.replay.kv_bytes import kv_bytes
 from kvjax.tiers.connector import LoadResults
 from kvjax.tiers.simulated_worker import Channel
@@ -45,21 +42,35 @@ class TransferConfig:
 
 @dataclass
 class PrefilledKV:
-    """What comes to one decode replica. An `ExternalKV`."""
+    """What comes to one decode replica. An `ExternalKV`, and the `LoadConnector` of one."""
 
     clock: VirtualClock
+    manager: KVCacheManager
     link: Channel
     sizes: UnitSizes
-    is_hit: bool = False
-    num_tokens: int = 0  # sent so far
-    num_transfers: int = 0
     _link_of: dict[str, Channel] = field(default_factory=dict)  # request that is expected -> its sender's link
     _arrives_s: dict[str, float] = field(default_factory=dict)  # request whose KV travels, in order
+    _num_sent: dict[str, int] = field(default_factory=dict)  # by request, in tokens
 
     @classmethod
-    def create(cls, clock: VirtualClock, transfer: TransferConfig, kv_cache_config: KVCacheConfig) -> PrefilledKV:
+    def create(cls, clock: VirtualClock, transfer: TransferConfig, manager: KVCacheManager) -> PrefilledKV:
         """Nothing comes yet."""
-        return cls(clock, transfer.link(), UnitSizes.of(kv_cache_config))
+        return cls(clock, manager, transfer.link(), UnitSizes.of(manager.kv_cache_config))
+
+    @property
+    def connector(self) -> PrefilledKV:
+        """Itself."""
+        return self
+
+    @property
+    def num_transfers(self) -> int:
+        """Prompts that were sent so far."""
+        return len(self._num_sent)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were sent so far."""
+        return sum(self._num_sent.values())
 
     def expect(self, request_id: str, senders_link: Channel) -> None:
         """The prompt of a request that is submitted now lies at a sender."""
@@ -70,29 +81,32 @@ class PrefilledKV:
         """When the next prompt is there; infinite: none travels."""
         return min(self._arrives_s.values(), default=math.inf)
 
-    def start(self, manager: KVCacheManager, request: Request, blocks: KVCacheBlocks, hit: int) -> int | None:
-        """Sends the prompt behind a hit; its tokens. 0: nothing of it is elsewhere. None: the blocks do not fit."""
-        num_tokens = request.num_prompt_tokens - hit
-        senders_link = self._link_of.get(request.request_id)
-        if senders_link is None:
-            return 0
-        if num_tokens <= 0:
-            del self._link_of[request.request_id]  # if it is preempted, it computes its prompt here
-            return 0
-        if not allocate_external(manager, request, blocks, hit, num_tokens):
-            return None
-        del self._link_of[request.request_id]  # likewise
-        num_bytes = kv_bytes(manager, self.sizes, request.row, hit, request.num_prompt_tokens)
+    def get_num_new_matched_tokens(
+        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Tokens of the prompt behind a hit that lie at a sender."""
+        num_tokens = request.num_prompt_tokens - num_computed_tokens
+        if num_tokens <= 0:  # if the request is preempted, it computes its prompt here
+            self._link_of.pop(request.request_id, None)
+        return (num_tokens, True) if request.request_id in self._link_of else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Sends so many tokens of the end of the prompt, once: if the request is preempted, it computes them here."""
+        senders_link = self._link_of.pop(request.request_id)
+        first = request.num_prompt_tokens - num_external_tokens
+        num_bytes = kv_bytes(self.manager, self.sizes, request.row, first, request.num_prompt_tokens)
         begins_s = max(self.clock.now_s, senders_link.free_s, self.link.free_s)
         senders_link.send(begins_s, num_bytes)
         self._arrives_s[request.request_id] = self.link.send(begins_s, num_bytes)
-        self.num_tokens += num_tokens
-        self.num_transfers += 1
-        return num_tokens
+        self._num_sent[request.request_id] = num_external_tokens
 
-    def cancel(self, request: Request) -> None:
-        """What travels for a request comes to nothing: it computes its prompt here."""
-        del self._arrives_s[request.request_id]
+    def request_finished(self, request: Request) -> None:
+        """What still travels for a request comes to nothing."""
+        self._arrives_s.pop(request.request_id, None)
+
+    def num_sent_tokens(self, request_id: str) -> int:
+        """Tokens that were sent for a request: they are no hits."""
+        return self._num_sent.get(request_id, 0)
 
     def step_starts(self) -> LoadResults:
         """Requests whose prompts are there."""

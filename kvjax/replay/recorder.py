@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.block_pool import BlockPool
-from kvjax.replay.misses import MissCounts
 
 MAX_SAMPLES = 500
 
@@ -40,10 +38,8 @@ class Recorder:
     pools: tuple[BlockPool, ...]
     block_size: int
     on_decision: Callable[[], object] = lambda: None  # called when a request is admitted first, or refused instead
-    miss_reasons: MissReasons | None = None  # the manager's, if it has any
-    misses: MissCounts = field(default_factory=MissCounts)  # empty without
     requests: int = 0  # admitted
-    refused: int = 0  # larger than the cache; one that outgrows it while it runs was admitted too
+    refused: int = 0  # larger than the cache
     prompt_tokens: int = 0
     prompt_blocks: int = 0
     output_tokens: int = 0
@@ -72,15 +68,12 @@ class Recorder:
         self.hit_tokens += hit_tokens
         self.infinite_hit_tokens += infinite_hit_tokens
         self.hits.append((prompt_tokens, hit_tokens))
-        if self.miss_reasons is not None and self.miss_reasons.last is not None:
-            self.misses.count(self.miss_reasons.last)
         self.on_decision()
 
-    def count_refusal(self, was_admitted: bool = False) -> None:
-        """Adds a request that is larger than the cache, or has outgrown it."""
+    def count_refusal(self) -> None:
+        """Adds a request that is larger than the cache."""
         self.refused += 1
-        if not was_admitted:
-            self.on_decision()
+        self.on_decision()
 
     def sample(self, time_s: float, running: int, waiting: int) -> None:
         """Notes the state after a step: the maxima always, the rest for one step in `_stride`."""

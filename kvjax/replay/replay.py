@@ -30,9 +30,10 @@ from kvjax.replay.clock import VirtualClock
 from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.garbage import no_garbage_collection
 from kvjax.replay.infinite_cache import InfiniteCache
+from kvjax.replay.job import Job
+from kvjax.replay.misses import MissCounts
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.running_batch import Job
 from kvjax.replay.serial import replay_serial
 from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.tiers import ReplayTierConfig, ReplayTiers
@@ -94,6 +95,7 @@ class ReplayResult(ReplayExtent):
     plan: KVCachePlan
     recorder: Recorder
     residencies: tuple[KVCacheEvictionEvent, ...]  # of the sampled blocks whose contents went
+    misses: MissCounts  # of first admissions; empty unless misses are explained
     tier_stats: TierStats | None  # None: no tiers
 
 
@@ -139,7 +141,9 @@ def run_replay(
     options = config.manager_options
     if look_ahead is not None:
         options = replace(options, eviction_policy=partial(BeladyPolicy, look_ahead=look_ahead))
-    reasons = MissReasons(config.max_evicted_blocks, clock=clock.now_ns) if config.explain_misses else None
+    reasons = None
+    if config.explain_misses:
+        reasons = MissReasons(config.max_evicted_blocks, max_reports=len(trace), clock=clock.now_ns)
     tiers = None
     if config.tiers is not None:
         tiers = ReplayTiers(config.tiers, plan.config, lambda: clock.now_s, takes_time=not config.serial)
@@ -155,7 +159,7 @@ def run_replay(
     )
     if tiers is not None:
         tiers.scheduler.bind_kv_cache_manager(manager)
-    recorder = Recorder(manager.block_pools, config.block_size, miss_reasons=reasons)
+    recorder = Recorder(manager.block_pools, config.block_size)
     hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
     prompts = PromptMaker(trace, hasher)
     if look_ahead is not None:
@@ -188,6 +192,7 @@ def run_replay(
         plan=plan,
         recorder=recorder,
         residencies=tuple(collector.drain_events()),
+        misses=MissCounts.of(() if reasons is None else reasons.reports),
         tier_stats=None if tiers is None else tiers.stats,
         num_requests=len(trace),
         num_done=num_done,
@@ -210,8 +215,9 @@ def _look_ahead(trace: Sequence[TraceRequest], config: ReplayConfig, plan: KVCac
 
 def longest_request(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
     """Tokens of the longest request, with those that it writes."""
-    outputs = 0 if config.serial else 1
-    return max(request.input_length + outputs * request.output_length for request in trace)
+    if config.serial:
+        return max(request.input_length for request in trace)
+    return max(request.input_length + max(request.output_length, 1) for request in trace)  # as `Job.max_tokens`
 
 
 def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePlan:

@@ -17,10 +17,10 @@ from kvjax.planning import KVCachePlan
 from kvjax.replay.batching import BatchedReplay
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.external_kv import ExternalKV
+from kvjax.replay.job import Job
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.replay import ReplayConfig
-from kvjax.replay.running_batch import Job
 from kvjax.replay.tiers import ReplayDisk, ReplayTiers
 from kvjax.routing import ReplicaState
 
@@ -60,7 +60,7 @@ class Replica:
         cls,
         of: Deployment,
         disk: ReplayDisk | None = None,
-        external: Callable[[VirtualClock], ExternalKV] | None = None,
+        external: Callable[[VirtualClock, KVCacheManager], ExternalKV] | None = None,
         on_handover: Callable[[Job], object] = lambda job: None,
     ) -> Replica:
         """A replica with an empty cache. `disk`: one that it shares; `external`: what brings KV, in place of tiers."""
@@ -87,7 +87,7 @@ class Replica:
             config.speed,
             config.batching,
             of.on_end,
-            external=tiers if external is None else external(clock),
+            external=tiers if external is None else external(clock, manager),
             on_handover=on_handover,
         )
         return cls(simulation, tiers)

@@ -227,7 +227,7 @@ def _occupancy(result: ReplayResult) -> dict[str, float]:
 
 
 def _miss_values(result: ReplayResult) -> dict[str, Any]:
-    misses = result.recorder.misses
+    misses = result.misses
     return {
         "tokens": {reason.value: misses.tokens[reason] for reason in MissReason if misses.tokens[reason]},
         "evicted_seconds_ago": quantiles(misses.evicted_seconds_ago),

@@ -69,13 +69,31 @@ def replay_serial(
 
 def _load(manager: KVCacheManager, request: Request, hit: int, blocks: KVCacheBlocks, tiers: ReplayTiers) -> int:
     """Loads what lies behind a hit; its tokens. The request has a row then, with these tokens computed."""
-    external = tiers.start(manager, request, blocks, hit)
-    if not external:
+    external, _ = tiers.connector.get_num_new_matched_tokens(request, blocks, hit)
+    if not external or not _allocate_external(manager, request, hit, blocks, external):
         return 0
+    request.num_computed_tokens = hit + external
+    tiers.connector.update_state_after_alloc(request, blocks, external)
     tiers.step_is_planned()
     tiers.step_starts()
     manager.cache_blocks(request, hit + external)
     return external
+
+
+def _allocate_external(
+    manager: KVCacheManager, request: Request, hit: int, blocks: KVCacheBlocks, num_tokens: int
+) -> bool:
+    """Blocks for a hit and the external tokens behind it, which are no hits of others yet; False: they do not fit."""
+    allocated = manager.allocate_slots(
+        request,
+        0,
+        hit,
+        blocks,
+        num_external_computed_tokens=num_tokens,
+        delay_cache_blocks=True,
+        full_sequence_must_fit=True,
+    )
+    return allocated is not None
 
 
 def _compute(manager: KVCacheManager, request: Request, hit: int, blocks: KVCacheBlocks) -> bool:

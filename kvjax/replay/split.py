@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.planning import KVCachePlan
 from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.clock import VirtualClock
@@ -24,12 +25,12 @@ from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.fleet import deployment_of
 from kvjax.replay.garbage import no_garbage_collection
 from kvjax.replay.infinite_cache import InfiniteCache
+from kvjax.replay.job import Job
 from kvjax.replay.prefilled_kv import PrefilledKV, TransferConfig
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.replay import ReplayConfig
 from kvjax.replay.replica import Deployment, Replica
 from kvjax.replay.routed_replicas import RoutedReplicas
-from kvjax.replay.running_batch import Job
 from kvjax.replay.timeline import Timeline
 from kvjax.replay.trace import TraceRequest
 from kvjax.tiers.stats import TierStats
@@ -131,12 +132,12 @@ class _SplitRun:
     def arrive(self, job: Job) -> None:
         """A request comes: its prompt and first token are a prefill replica's."""
         job.infinite_hit = self._infinite.lookup_and_add(job.source)
-        job.outputs_left = min(job.source.output_length, 1)
+        job.max_tokens = 1
         job.goes_on = job.source.output_length > 1
         self.prefill.submit(job, self.deployment.prompts.make(str(job.index), job.source))
 
-    def _receiver(self, clock: VirtualClock) -> PrefilledKV:
-        self.incoming.append(PrefilledKV.create(clock, self._split.transfer, self.deployment.plan.config))
+    def _receiver(self, clock: VirtualClock, manager: KVCacheManager) -> PrefilledKV:
+        self.incoming.append(PrefilledKV.create(clock, self._split.transfer, manager))
         return self.incoming[-1]
 
     def _hand_over(self, sender: int, job: Job) -> None:
@@ -153,9 +154,7 @@ class _SplitRun:
             job.source,
             asked_s=job.asked_s,
             arrives_s=job.first_token_s,
-            infinite_hit=0,
-            outputs_left=job.source.output_length - 1,
-            num_timed=1,
+            max_tokens=job.source.output_length,
             first_token_s=job.first_token_s,
         )
         receiver = self.decode.submit(rest, request)

@@ -12,11 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvjax.core.manager.kv_cache_manager import KVCacheManager
-from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
-from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig
-from kvjax.replay.external_kv import allocate_external
 from kvjax.tiers.connector import LoadResults
 from kvjax.tiers.host_store import HostStore
 from kvjax.tiers.simulated_worker import Channel, SimulatedDisk, SimulatedWorker
@@ -62,8 +58,6 @@ class ReplayDisk:
 class ReplayTiers:
     """The tiers of one replica. An `ExternalKV`."""
 
-    is_hit = True
-
     def __init__(
         self,
         config: ReplayTierConfig,
@@ -102,6 +96,11 @@ class ReplayTiers:
         )
 
     @property
+    def connector(self) -> TierScheduler:
+        """What a scheduler asks for what lies behind a hit."""
+        return self.scheduler
+
+    @property
     def stats(self) -> TierStats:
         """What the tiers have done."""
         return self.scheduler.stats
@@ -111,22 +110,9 @@ class ReplayTiers:
         """When the next load arrives, or the next store if loads wait for it; infinite: nothing travels."""
         return self.worker.next_load_s
 
-    def start(self, manager: KVCacheManager, request: Request, blocks: KVCacheBlocks, hit: int) -> int | None:
-        """Starts the load of what lies behind a hit, in blocks that the request gets; its tokens.
-
-        0: there is nothing, or it is to be asked for later. None: the blocks do not fit.
-        """
-        external, _ = self.scheduler.get_num_new_matched_tokens(request, blocks, hit)
-        if not external:
-            return 0
-        if not allocate_external(manager, request, blocks, hit, external):
-            return None
-        self.scheduler.update_state_after_alloc(request, blocks, external)
-        return external
-
-    def cancel(self, request: Request) -> None:
-        """The load of a request ends; it may be loaded once more."""
-        self.scheduler.request_finished(request)
+    def num_sent_tokens(self, request_id: str) -> int:
+        """None: what comes out of tiers is a hit."""
+        return 0
 
     def step_starts(self) -> LoadResults:
         """Loads that have arrived by now."""

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.replay import BatchingConfig, ReplayConfig, SplitConfig, TraceRequest, run_fleet, run_replay, run_split
 from kvjax.replay.arrivals import Arrivals
-from kvjax.replay.running_batch import Job
+from kvjax.replay.job import Job
 from tests.replay.random_traces import random_trace
 from tests.replay.test_serial import full
 

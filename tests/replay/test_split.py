@@ -132,14 +132,16 @@ def test_a_prompt_that_was_all_there_is_never_sent() -> None:
     """Nor when the request is preempted and then finds nothing of it."""
     config = plan_kv_cache(full(16), max_model_len=2_048, num_blocks=300, platform="gpu").config
     manager = KVCacheManager(config, 2_048, 16)
-    kv = PrefilledKV.create(VirtualClock(), FREE, config)
+    kv, nothing = PrefilledKV.create(VirtualClock(), FREE, manager), manager.empty_kv_cache_blocks
     for name in ("found", "sent"):
         kv.expect(name, FREE.link())
     found, sent = (Request(name, range(64)) for name in ("found", "sent"))
-    assert kv.start(manager, found, manager.empty_kv_cache_blocks, 64) == 0
-    assert kv.start(manager, found, manager.empty_kv_cache_blocks, 0) == 0
-    assert kv.start(manager, sent, manager.empty_kv_cache_blocks, 0) == 64
-    assert kv.start(manager, sent, manager.empty_kv_cache_blocks, 0) == 0
+    assert kv.get_num_new_matched_tokens(found, nothing, 64) == (0, False)
+    assert kv.get_num_new_matched_tokens(found, nothing, 0) == (0, False)
+    assert kv.get_num_new_matched_tokens(sent, nothing, 0) == (64, True)
+    manager.allocate_slots(sent, 0, num_external_computed_tokens=64, delay_cache_blocks=True)
+    kv.update_state_after_alloc(sent, nothing, 64)
+    assert kv.get_num_new_matched_tokens(sent, nothing, 0) == (0, False)
 
 
 def test_tiers_are_the_prefill_sides() -> None:

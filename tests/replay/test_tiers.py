@@ -127,24 +127,20 @@ def test_a_load_of_what_is_nowhere_fails_and_its_request_is_computed() -> None:
         assert pool.num_free_blocks == pool.num_blocks - 1
 
 
-def crowded(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Sequence[TraceRequest], ReplayConfig, list[int]]:
-    """A trace, a pool of which each request needs most, slow links; and after each step a count of who is out of turn.
-
-    Out of turn is a job that waits after it had blocks while a later one has any.
-    """
-    step, out_of_turn = BatchedReplay.step, list[int]()
+def crowded(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Sequence[TraceRequest], ReplayConfig]:
+    """A trace, a pool of which each request needs most, and slow links. Each step's scheduler is checked."""
+    step = BatchedReplay.step
 
     def watched(self: BatchedReplay) -> None:
         step(self)
-        seated = [job.arrives_s for job in (*self._running.jobs, *self._loading.values())]
-        out_of_turn.append(sum(job.was_admitted and job.arrives_s < max(seated, default=0.0) for job in self._waiting))
+        self.scheduler.check_invariants()
 
     monkeypatch.setattr(BatchedReplay, "step", watched)
     trace = [replace(one, timestamp_ms=one.timestamp_ms + i) for i, one in enumerate(random_trace(seed, 12, 3, 150))]
     tiers = ReplayTierConfig(host_blocks=2_000, host_bytes_per_s=1e5, disk_bytes=1 << 40)
     batching = BatchingConfig(max_num_batched_tokens=256, max_num_seqs=8)
     config = ReplayConfig(full(16), num_blocks=108, tiers=tiers, batching=batching, hash_algorithm="xxhash_cbor")
-    return trace, config, out_of_turn
+    return trace, config
 
 
 def check_all_ended(recorder: Recorder, trace: Sequence[TraceRequest]) -> None:
@@ -159,13 +155,12 @@ def test_the_youngest_gives_way_whether_it_runs_or_loads(first_seed: int, monkey
     """So none is refused that the pool has room for, and all tokens come out."""
     num_preemptions = num_loaded = 0
     for seed in range(first_seed, first_seed + 5):
-        trace, config, out_of_turn = crowded(seed, monkeypatch)
+        trace, config = crowded(seed, monkeypatch)
         result = run_replay(trace, config)
         assert result.tier_stats is not None
         assert result.tier_stats.num_load_failures == 0
         check_all_ended(result.recorder, trace)
         assert result.recorder.output_tokens == sum(one.output_length for one in trace)
-        assert not any(out_of_turn)
         num_preemptions += result.recorder.preemptions
         num_loaded += result.tier_stats.num_loaded_tokens
         monkeypatch.undo()
@@ -179,11 +174,10 @@ def test_the_youngest_gives_way_where_prompts_come_from_a_peer(
 ) -> None:
     num_preemptions = 0
     for seed in range(first_seed, first_seed + 5):
-        trace, config, out_of_turn = crowded(seed, monkeypatch)
+        trace, config = crowded(seed, monkeypatch)
         result = run_split(trace, replace(config, tiers=None), SplitConfig(1, 1, TransferConfig(1e6)), "prefix")
         check_all_ended(result.prefill[0], trace)
         check_all_ended(result.decode[0], [one for one in trace if one.output_length > 1])
-        assert not any(out_of_turn)
         num_preemptions += result.decode[0].preemptions
         monkeypatch.undo()
     assert num_preemptions > 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
@@ -31,9 +31,6 @@ class LoadConnector(Protocol):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request has blocks for them."""
-
-    def build_connector_meta(self) -> Any:
-        """What the worker is to do."""
 
     def request_finished(self, request: Request) -> None:
         """The request gives its blocks up: it has ended, or is preempted while it loads."""

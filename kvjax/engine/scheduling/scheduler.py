@@ -110,7 +110,8 @@ class Scheduler:
         self._table = manager.request_table
         self._config = config
         self._num_steps = 0
-        self._num_preempted = 0  # since the last step was scheduled
+        self.num_preemptions = 0  # so far
+        self._num_preemptions_before = 0  # when the last step was scheduled
 
     @property
     def waiting(self) -> list[EngineRequest]:
@@ -142,6 +143,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests that wait, load or run."""
         return len(self._waiting) + self._rows.size + self.num_loading
+
+    @property
+    def loading(self) -> list[EngineRequest]:
+        """Requests whose blocks are being loaded."""
+        return [] if self._loads is None else self._loads.requests
 
     @property
     def num_loading(self) -> int:
@@ -195,7 +201,7 @@ class Scheduler:
         Raises:
             ValueError: nothing runs or loads.
         """
-        owners = [*self._by_row.requests[self._rows[-1:]], *(() if self._loads is None else self._loads.requests)]
+        owners = [*self._by_row.requests[self._rows[-1:]], *self.loading]
         if not owners:
             raise ValueError("expected a request that runs or loads to preempt, got none")
         engine_request: EngineRequest = max(owners, key=lambda one: one.urgency)
@@ -209,7 +215,7 @@ class Scheduler:
         engine_request.stats.num_preemptions += 1
         engine_request.status = RequestStatus.WAITING
         self._waiting.put_back(engine_request)
-        self._num_preempted += 1
+        self.num_preemptions += 1
 
     def schedule(self) -> ScheduledStep | None:
         """Allocates blocks for the next step; None: nothing can run now."""
@@ -220,7 +226,8 @@ class Scheduler:
         next_step = NextStep(self._config.max_num_batched_tokens)
         self._start_loaded(next_step)
         num_released = self._schedule_running(next_step)
-        num_preemptions, self._num_preempted = self._num_preempted, 0
+        num_preemptions = self.num_preemptions - self._num_preemptions_before
+        self._num_preemptions_before = self.num_preemptions
         if not num_preemptions:  # nor could a request come back before its token in flight is read
             self._admit(next_step)
         rows, num_new_tokens, samples = next_step.columns()
@@ -290,7 +297,7 @@ class Scheduler:
             InvariantError: one does not hold.
         """
         self.inputs.check_invariants()
-        running, waiting, loading = self.running, self.waiting, [] if self._loads is None else self._loads.requests
+        running, waiting, loading = self.running, self.waiting, self.loading
         queued = [*running, *waiting]
         self._waiting.check_invariants()
         urgencies = [request.urgency for request in running]
