@@ -174,5 +174,5 @@ def sparse_mla_attention(
 def _reason_of_gpu(backend: str, *arguments: Any) -> str | None:
     """What the kernel for Hopper cannot do; nothing is left to it that does not ask for it by name."""
     if backend == "auto":
-        return "on an H200 the gpu kernel gave other numbers than the reference"
+        return "the gpu kernel gave wrong numbers on an H200, and no card has run it since it was mended"
     return kernel_gpu.reason_not_supported(*arguments)
