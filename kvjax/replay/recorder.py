@@ -51,7 +51,7 @@ class Recorder:
     max_held_blocks: int = 0
     max_running: int = 0
     max_waiting: int = 0
-    host_ns: list[int] = field(default_factory=list)  # CPU time of the managers per step
+    host_ns: list[int] = field(default_factory=list)  # CPU time of scheduler and managers per step
     ttft_s: list[float] = field(default_factory=list)  # arrival to first token, virtual
     second_token_s: list[float] = field(default_factory=list)  # arrival to second token, virtual
     token_gap_s: list[float] = field(default_factory=list)  # first to last token over the gaps between, of each request

@@ -200,9 +200,9 @@ def _pool(values: Mapping[str, Any]) -> str:
 
 
 def _host(result: ReplayResult, values: Mapping[str, Any]) -> str:
-    what = "request" if result.config.serial else "step"
+    what, whose = ("request", "managers") if result.config.serial else ("step", "scheduler and managers")
     return (
-        f"CPU time of the managers: {values['host_us_per_step']:,.0f} us a {what} on average, "
+        f"CPU time of {whose}: {values['host_us_per_step']:,.0f} us a {what} on average, "
         f"{values['host_us_per_step_median']:,.0f} median, {values['host_us_per_step_p99']:,.0f} at 99 %\n"
         f"{count_of(values['steps'], what)} in {values['wall_seconds']:.1f} s, with making and hashing the prompts"
     )

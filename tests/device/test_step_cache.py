@@ -90,6 +90,12 @@ class StateSpec(KVCacheSpec):
     def page_layout(self, platform: str, num_shards: int = 1):
         raise AssertionError
 
+    def skipped_tokens(self, num_computed_tokens):
+        return num_computed_tokens * 0
+
+    def tokens_until_skipped(self, num_tokens):
+        raise AssertionError
+
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         return 1
 
