@@ -40,7 +40,7 @@ class Relay:
     """Stands between a publisher and its subscribers, and loses the messages whose numbers `lose` says."""
 
     def __init__(self) -> None:
-        self.context = TellingContext()
+        self.context = zmq.Context()
         self.source, self.sink = self.context.socket(zmq.SUB), self.context.socket(zmq.XPUB)
         self.source.subscribe("")
         self.endpoint = f"tcp://127.0.0.1:{self.sink.bind_to_random_port('tcp://127.0.0.1')}"
@@ -73,12 +73,18 @@ def wait_for_a_subscriber(socket: zmq.Socket) -> None:
 class Served:
     """A manager under random traffic whose events are published."""
 
-    def __init__(self, relay: Relay, replay_endpoint: str, seed: int, buffer_steps: int = 10_000) -> None:
+    def __init__(self, replay_endpoint: str, seed: int, buffer_steps: int = 10_000) -> None:
         self.manager: KVCacheManager = make_manager(FULL, 30)
         self.workload = Workload(self.manager, seed)
         config = KVEventsConfig(endpoint=LOOPBACK, replay_endpoint=replay_endpoint, buffer_steps=buffer_steps)
-        self.publisher = ZmqEventPublisher(config, context=relay.context)
+        self.context = TellingContext()
+        self.publisher = ZmqEventPublisher(config, context=self.context)
         self.num_published = 0
+
+    def shutdown(self) -> None:
+        """Its addresses are free again when this returns."""
+        self.publisher.shutdown()
+        self.context.term()
 
     def serve(self, num_batches: int) -> int:
         """Publishes so many batches; the number of the last."""
@@ -135,12 +141,12 @@ def following(
     with ZmqEventSubscriber(relay.endpoint, replay_endpoint, **options) as subscriber:
         wait_for_a_subscriber(relay.sink)
         yield subscriber
-    served.publisher.shutdown()
+    served.shutdown()
 
 
 def test_a_router_in_another_process_over_a_gap_and_a_restart(relay: Relay) -> None:
     replay_endpoint = free_address()
-    served = Served(relay, replay_endpoint, seed=1)
+    served = Served(replay_endpoint, seed=1)
     relay.follow(served.publisher)
     command = [sys.executable, "-m", "tests.events.router_process", relay.endpoint, replay_endpoint]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -159,19 +165,19 @@ def test_a_router_in_another_process_over_a_gap_and_a_restart(relay: Relay) -> N
         served.check(ask)
         relay.pass_on(served.serve(10), lose=lambda seq: 12 <= seq < 16)  # a gap in the middle
         served.check(ask)
-        served.publisher.shutdown()
-        served = Served(relay, replay_endpoint, seed=2)  # a restart with an empty cache, numbers from 0
+        served.shutdown()
+        served = Served(replay_endpoint, seed=2)  # a restart with an empty cache, numbers from 0
         relay.follow(served.publisher)
         relay.pass_on(served.serve(5))
         served.check(ask)
-        served.publisher.shutdown()
+        served.shutdown()
         stdin.close()
         assert process.wait(10) == 0
 
 
 def test_what_left_the_buffer_is_in_the_snapshot(relay: Relay) -> None:
     """With a replay of the last 3 batches: a late subscriber, and one that lost more than those, start right."""
-    served = Served(relay, LOOPBACK, seed=3, buffer_steps=3)
+    served = Served(LOOPBACK, seed=3, buffer_steps=3)
     with following(relay, served, served.publisher.replay_endpoint) as subscriber:
         index = index_of(served.manager)
         for lost in (range(9), range(12, 19)):
@@ -183,7 +189,7 @@ def test_what_left_the_buffer_is_in_the_snapshot(relay: Relay) -> None:
 
 def test_without_a_replay_what_is_missed_is_told_as_lost(relay: Relay) -> None:
     """What is known then is a lower bound, until the replica clears its cache."""
-    served = Served(relay, LOOPBACK, seed=3)
+    served = Served(LOOPBACK, seed=3)
     with following(relay, served) as subscriber:
         index = index_of(served.manager)
         relay.pass_on(served.serve(10), lose=lambda seq: seq < 9)
@@ -201,7 +207,7 @@ def test_without_a_replay_what_is_missed_is_told_as_lost(relay: Relay) -> None:
 
 def test_all_from_number_0_on_is_all_there_is(relay: Relay) -> None:
     """A subscriber without a replay that was there from the beginning."""
-    served = Served(relay, LOOPBACK, seed=6)
+    served = Served(LOOPBACK, seed=6)
     with following(relay, served) as subscriber:
         index = index_of(served.manager)
         relay.pass_on(served.serve(10))
@@ -212,7 +218,7 @@ def test_all_from_number_0_on_is_all_there_is(relay: Relay) -> None:
 
 def test_a_replay_that_never_answers_costs_its_time_and_no_more(relay: Relay) -> None:
     """Its time at first, and at each gap; the other batches come."""
-    served = Served(relay, LOOPBACK, seed=4)
+    served = Served(LOOPBACK, seed=4)
     with following(relay, served, free_address(), replay_timeout_s=0.2) as subscriber:
         relay.pass_on(served.serve(4), lose=lambda seq: seq == 1)
         received = []
