@@ -14,14 +14,7 @@ from scripts import gpu_compile, gpu_compile_all
 from scripts.lab.compiled import compiled_types
 from scripts.lab.gpu.launches import count_launches, launches_of
 from scripts.lab.gpu.operations import LAYERS, case_of, operation_of
-from scripts.lab.gpu.resources import (
-    Usage,
-    count_copies,
-    count_instructions,
-    count_row_swizzles,
-    parse_ptxas,
-    parse_shared_memory,
-)
+from scripts.lab.gpu.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
 
 OPS = [*compiled_types("gpu"), LAYERS]
 LINKED = """
@@ -107,21 +100,6 @@ def test_complaints_about_modules() -> None:
     assert "expected 8 bytes updated in place, got 4" in gpu_compile.problems({**module, "aliased_bytes": 4})[0]
     assert "expected no copy of a page array, got 2" in gpu_compile.problems({**module, "copies": 2})[0]
     assert gpu_compile.report([{**module, "temporary_bytes": 3}]).splitlines()[1].split() == ["kv_write", *"8830"]
-
-
-def test_counts_swizzled_tiles_of_few_rows() -> None:
-    array = (
-        '%1 = "mosaic_gpu.slice_smem"() <{{offset = 0 : i32}}> {{out_transforms = [[{}]]}} : () -> memref<64x512xbf16>'
-    )
-    tiles = (
-        "tile<[1, 64]>, #mosaic_gpu.swizzle<128 : i32>",
-        "tile<[8, 64]>, #mosaic_gpu.swizzle<128 : i32>",
-        "tile<[1, 128]>",
-    )
-    text = "\n".join(array.format(f"#mosaic_gpu.{of}") for of in tiles) + "\n" + array.format("")
-    assert count_row_swizzles(text) == 1
-    module = {"case": "kv_write", "module": "kv_write", "donated_bytes": 8, "aliased_bytes": 8, "copies": 0}
-    assert "expected no swizzled tiles of few rows, got 1" in gpu_compile.problems({**module, "row_swizzles": 1})[0]
 
 
 def test_counts_copies_of_one_shape() -> None:

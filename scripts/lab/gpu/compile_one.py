@@ -14,18 +14,12 @@ from typing import Any
 
 from scripts.lab.gpu.ceiling import Ceiling
 from scripts.lab.gpu.launches import count_launches
-from scripts.lab.gpu.resources import (
-    count_copies,
-    count_instructions,
-    count_row_swizzles,
-    parse_ptxas,
-    parse_shared_memory,
-)
+from scripts.lab.gpu.resources import count_copies, count_instructions, parse_ptxas, parse_shared_memory
 from scripts.lab.gpu.target import CARDS, Card, prepare_environment
 
 
-def compile_case(card: str, op: str, dump: Path, settings: list[str]) -> dict[str, Any]:
-    """Compiles, dumping into a folder; a record of the module around the kernels, of which the dumps say the rest."""
+def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
+    """Compiles; a record of the module around the kernels, of which the dumps say the rest."""
     import jax
     from jax.experimental import topologies
 
@@ -44,10 +38,8 @@ def compile_case(card: str, op: str, dump: Path, settings: list[str]) -> dict[st
     memory = compiled.memory_analysis()
     text = compiled.as_text()
     donated = [array for i in operation.donated for array in jax.tree.leaves(operation.arguments[i])]
-    layouts = [path.read_text() for path in dump.glob("*.after_layout_inference.txt")]
     record = {
         "module": op,
-        "row_swizzles": sum(map(count_row_swizzles, layouts)),
         "donated_bytes": sum(array.size * array.dtype.itemsize for array in donated),
         "aliased_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
@@ -112,7 +104,7 @@ def _ceiling(card: Card, number_bytes: int, kernel: str, sass: str) -> dict[str,
 if __name__ == "__main__":
     folder = Path(sys.argv[3])
     prepare_environment(str(folder))
-    print(json.dumps(compile_case(sys.argv[1], sys.argv[2], folder, sys.argv[4:])))
+    print(json.dumps(compile_case(sys.argv[1], sys.argv[2], sys.argv[4:])))
     ceiling = functools.partial(_ceiling, CARDS[sys.argv[1]], page_bytes(sys.argv[2], sys.argv[4:]))
     for file in sorted(folder.glob("*.ptx")):
         for record in describe(folder, file, ceiling):

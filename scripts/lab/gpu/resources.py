@@ -16,9 +16,6 @@ from dataclasses import dataclass
 INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG", "LDG", "STG", "LDS", "STS", "LDL", "STL", "MUFU")
 
 
-_SWIZZLE_ROWS = 8  # after which a swizzle repeats
-
-
 @dataclass(frozen=True)
 class Usage:
     """One kernel as ptxas compiled it."""
@@ -49,15 +46,6 @@ def parse_shared_memory(resources: str) -> int | None:
     """Bytes of shared memory of one thread block, barriers apart; None where the text does not say."""
     match = re.search(r"smem_scratch_bytes=(\d+)", resources)
     return int(match[1]) if match else None
-
-
-def count_row_swizzles(layouts: str) -> int:
-    """Shared arrays that Pallas gave swizzled tiles of fewer rows than a swizzle repeats after.
-
-    A read that begins within such an array computes other places than the copies into it wrote (jax 0.11 and 0.12).
-    """
-    tiles = r"slice_smem.*out_transforms = \[\[#mosaic_gpu\.tile<\[(\d+), \d+\]>, #mosaic_gpu\.swizzle"
-    return sum(int(rows) % _SWIZZLE_ROWS > 0 for rows in re.findall(tiles, layouts))
 
 
 def count_instructions(sass: str) -> dict[str, int]:
