@@ -28,11 +28,8 @@ class KVCase(Case, ABC):
 
     @classmethod
     def to_compile(cls, shape: Any, num_shards: int) -> Iterator[tuple[str, Sizes]]:
-        """One KV head in fp8 too: two of its tokens share words."""
-        sizes = cls.of_shape(shape, num_shards)
-        yield shape.name, sizes
-        if sizes["kv_heads"] == 1:
-            yield f"{shape.name}, fp8", sizes | {"dtype": "float8_e4m3fn"}
+        """One KV head in fp8 too."""
+        yield from one_head_in_fp8_too(shape.name, cls.of_shape(shape, num_shards))
 
     @property
     def layout(self) -> PageLayout:
@@ -44,3 +41,10 @@ class KVCase(Case, ABC):
             dtype=self.dtype,
             platform=self.platform,
         )
+
+
+def one_head_in_fp8_too(name: str, sizes: Sizes) -> Iterator[tuple[str, Sizes]]:
+    """What to compile of a layer, by name: as it is, and one KV head in fp8, of which two tokens share words."""
+    yield name, sizes
+    if sizes["kv_heads"] == 1:
+        yield f"{name}, fp8", sizes | {"dtype": "float8_e4m3fn"}

@@ -56,6 +56,19 @@ def seen_slots(tables: np.ndarray, named: list[set[int]], num_pages: int, page_s
     return seen
 
 
+def hard_tables(
+    rng: np.random.Generator, named: list[set[int]], num_columns: int, page_size: int, shared_columns: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tables int32[rows, num_columns], bool[pages, page_size] what of the pages is seen) of rows that name states.
+
+    Pages that no state of a row is in are the null page in its table, as the managers leave them.
+    """
+    num_pages = 1 + len(named) * num_columns + 3
+    live = [{state // page_size for state in states} for states in named]
+    tables = random_tables(rng, live, num_columns, num_pages, shared_columns)
+    return tables, seen_slots(tables, named, num_pages, page_size)
+
+
 def laid_out(rows: np.ndarray, shape: LatentShape, seen: np.ndarray) -> np.ndarray:
     """Pages of states [pages, page_size, head_dim] where `seen` (bool[pages, page_size]), NaN (int8: 127) elsewhere.
 

@@ -12,13 +12,12 @@ from pallas_kernels.cases.case import Arguments, Results, Sizes, Work, itemsize
 from pallas_kernels.cases.compare import assert_heads_close
 from pallas_kernels.cases.latents import LatentShape, unpacked
 from pallas_kernels.cases.limits import SMALL_PROGRAMS, SMALL_TRIPS
-from pallas_kernels.cases.masks import SINKS, random_mask, random_share
+from pallas_kernels.cases.masked_case import MaskedCase
+from pallas_kernels.cases.masks import random_mask, random_share
 from pallas_kernels.cases.numbers import one_of, random_array
 from pallas_kernels.cases.pages import random_pages, random_platform
-from pallas_kernels.cases.steps import Step, StepCase, hard_rows
-from pallas_kernels.key_share import KeyShare
+from pallas_kernels.cases.steps import hard_rows
 from pallas_kernels.layouts import PageLayout
-from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, mla_paged_attention, xla_attention
 from pallas_kernels.mla_paged_attention.hard_steps import Shape, make_case
 from pallas_kernels.mla_paged_attention.shapes import SHAPES
@@ -29,27 +28,14 @@ _DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
 
 @dataclass(frozen=True)
-class LatentCase(StepCase):
-    """One call of mla_paged_attention, without the write of new latents. Sizes of kernels are 0 by the shapes."""
+class LatentCase(MaskedCase):
+    """One call of mla_paged_attention, without the write of new latents."""
 
     heads: int = 16
     latent_dim: int = 512
     rope_dim: int = 64
-    page: int = 128
-    dtype: str = "bfloat16"  # of the pages
-    q_dtype: str = "bfloat16"
     sm_scale: float = 0.1
-    window: int = 0  # 0: none, as of the next ones
-    chunk: int = 0
-    sink_tokens: int = 0
-    causal: int = 1
-    soft_cap: float = 0.0
-    sinks: int = 0
     scales: int = 0
-    lse: int = 0
-    ranks: int = 1  # of context parallelism; the longest sequence lies on all of them
-    rank: int = 0
-    hbm_tables: int = 0
     queries: int = 0  # of the kernel for TPU
     units: int = 0
     decode_block: int = 0
@@ -62,8 +48,6 @@ class LatentCase(StepCase):
     tile_buffers: int = 0
     stages: int = 0  # of the kernel for GPU
     num_blocks: int = 0
-    small_trips: int = 0  # of vectorised XLA and Triton: several trips and pieces in a small step
-    shared_columns: int = 0  # of hard steps: in which all sequences name the same pages
 
     op = "mla_paged_attention"
     shapes = SHAPES
@@ -129,11 +113,6 @@ class LatentCase(StepCase):
         )
 
     @property
-    def mask(self) -> MaskRule:
-        """Who sees what."""
-        return MaskRule(bool(self.causal), self.window or None, self.chunk or None, self.sink_tokens)
-
-    @property
     def latent(self) -> LatentShape:
         """Of the pages of one rank."""
         return LatentShape(self.latent_dim + self.rope_dim, self.page, self.dtype, self.platform)
@@ -143,11 +122,6 @@ class LatentCase(StepCase):
         """Bytes of a state in HBM."""
         layout: PageLayout = self.latent.layout
         return layout.page_bytes // self.page
-
-    @property
-    def step(self) -> Step:
-        """Of `arguments`; a page of all ranks is a column."""
-        return Step(self.step_rows, self.mask, self.page * self.ranks)
 
     @property
     def work(self) -> Work:
@@ -165,7 +139,7 @@ class LatentCase(StepCase):
         q = tuple(random_array(rng, (step.num_tokens, self.heads, dim), self.q_dtype) for dim in dims)
         given = {"sinks": random_array(rng, (self.heads,), "float32")} if self.sinks else {}
         given |= {"k_scale": jnp.float32(1.5)} if self.scales else {}
-        return Arguments(pages, (q, step.arrays(rng), given, jnp.int32(self.rank) if self.ranks > 1 else None))
+        return Arguments(pages, (q, step.arrays(rng), given, self.given_rank))
 
     def hard_arguments(self, rng: np.random.Generator) -> Arguments:
         """Sequences that end beside the ends of pages and tiles, some with fewer tokens than queries."""
@@ -176,71 +150,49 @@ class LatentCase(StepCase):
             self.tokens, self.seqs, -(-self.context // column), self.heads, self.rope_dim, self.q_dtype, latent
         )
         shared = min(self.shared_columns, shape.num_columns)
-        made = make_case(int(rng.integers(1 << 30)), shape, rows, self._options(None, None), shared)
+        options = Options(self.sm_scale, **self.oracle_options())
+        made = make_case(int(rng.integers(1 << 30)), shape, rows, options, shared)
         q_nope, q_pe, pages, *step = (made.of_rank(self.rank, self.ranks) if self.ranks > 1 else made).arrays
-        given: dict[str, Any] = {}
-        if self.sinks:
-            given["sinks"] = jnp.asarray(np.resize(rng.permutation(SINKS), self.heads), jnp.float32)
+        given = self.hard_sinks(rng)
         if self.scales:
             given["k_scale"] = jnp.float32(rng.uniform(0.3, 1.7))
-        return Arguments(pages, ((q_nope, q_pe), tuple(step), given, jnp.int32(self.rank) if self.ranks > 1 else None))
-
-    def _options(self, sinks: Any, scale: Any) -> Options:
-        """Of the oracle."""
-        return Options(
-            self.sm_scale,
-            bool(self.causal),
-            self.window or None,
-            self.chunk or None,
-            self.sink_tokens,
-            self.soft_cap or None,
-            sinks,
-            scale,
-            scale,
-            (self.rank, self.ranks) if self.ranks > 1 else None,
-        )
+        return Arguments(pages, ((q_nope, q_pe), tuple(step), given, self.given_rank))
 
     def call(self, backend: str, pages: tuple[Any, ...], rest: Any) -> Results:
         """(out, LSE or None): the op, or a kernel alone in sizes of its own."""
         q, step, given, rank = rest
         arrays: tuple[Any, ...] = (*q, pages, *step)
-        options: dict[str, Any] = {"sm_scale": self.sm_scale, "soft_cap": self.soft_cap or None, "page_size": self.page}
-        of_kernel = options | {"mask": self.mask, "sinks": None, "k_scale": None} | given
-        if backend == "tpu" and (self._tpu_tuning != kernel_tpu.Tuning() or self.hbm_tables):
-            of_kernel |= {"return_lse": bool(self.lse), "tuning": self._tpu_tuning}
-            of_kernel |= {"share": None if rank is None else KeyShare(rank, self.ranks)}
-            of_kernel |= {"tables_in_hbm": True if self.hbm_tables else None}
+        options: dict[str, Any] = {"sm_scale": self.sm_scale, "page_size": self.page}
+        of_kernel = options | {"soft_cap": self.soft_cap or None, "mask": self.mask, "sinks": None, "k_scale": None}
+        of_kernel |= given
+        sizes = self.sizes_of(kernel_tpu.Tuning)
+        if backend == "tpu" and (sizes or self.hbm_tables):
+            of_kernel |= {"return_lse": bool(self.lse), "tuning": kernel_tpu.Tuning(**sizes)}
+            of_kernel |= {"share": self.share_of(rank), "tables_in_hbm": True if self.hbm_tables else None}
             return Results(tuple(kernel_tpu.mla_paged_attention(*arrays, **of_kernel)), ())
         if backend == "gpu" and (self.stages or self.num_blocks):
             tuning = kernel_gpu.Tuning(self.stages or None, self.num_blocks or None)
             return Results(tuple(kernel_gpu.mla_paged_attention(*arrays, **of_kernel, tuning=tuning)), ())
         if backend in ("xla", "triton") and self.small_trips:
             limits = {"limits": SMALL_TRIPS} if backend == "xla" else {"by_triton": SMALL_PROGRAMS}
-            of_kernel |= {"share": None if rank is None else KeyShare(rank, self.ranks), **limits}
+            of_kernel |= {"share": self.share_of(rank), **limits}
             return Results(tuple(xla_attention.mla_paged_attention(*arrays, **of_kernel)), ())
-        options |= {"causal": self.mask.causal, "sliding_window": self.mask.sliding_window}
-        options |= {"attention_chunk_size": self.mask.attention_chunk_size, "num_sink_tokens": self.sink_tokens}
-        options |= {"context_rank": 0 if rank is None else rank, "context_size": self.ranks}
-        options |= {"return_lse": bool(self.lse), "backend": backend, **given}
-        result = mla_paged_attention(*arrays, **options)
+        options |= self.op_options(rank) | given
+        result = mla_paged_attention(*arrays, **options, backend=backend)
         return Results((result.out, result.lse), ())
-
-    @property
-    def _tpu_tuning(self) -> kernel_tpu.Tuning:
-        sizes = {name: getattr(self, name) for name in kernel_tpu.Tuning._fields}
-        return kernel_tpu.Tuning(**{name: size for name, size in sizes.items() if size})
 
     def expected(self, arguments: Arguments) -> Results:
         """By the oracle of attention: one KV head whose values are the first numbers of its keys."""
         (q_nope, q_pe), step, given, _ = arguments.rest
         q = np.concatenate([np.asarray(q_nope), np.asarray(q_pe)], axis=-1)
-        own = unpacked(np.asarray(arguments.pages[0]), self.latent)
-        k = np.full((own.shape[0], self.page * self.ranks, 1, own.shape[-1]), np.nan)
-        k[:, self.rank :: self.ranks, 0] = own
+        k = self.of_all_ranks(unpacked(np.asarray(arguments.pages[0]), self.latent))[:, :, None]
         tables, lengths, starts, distribution = map(np.asarray, step)
-        sinks, scale = (None if x is None else np.asarray(x) for x in (given.get("sinks"), given.get("k_scale")))
+        named = {name: np.asarray(x) for name, x in given.items()}
+        if self.scales:  # keys and values are one
+            named["v_scale"] = named["k_scale"]
         steps = (tables, lengths, starts, int(distribution[2]))
-        return Results(attention(q, k, k[..., : self.latent_dim], *steps, self._options(sinks, scale)), ())
+        options = Options(self.sm_scale, **self.oracle_options(**named))
+        return Results(attention(q, k, k[..., : self.latent_dim], *steps, options), ())
 
     def assert_right(self, found: Results, arguments: Arguments) -> None:
         """Head by head: a huge sink of one would hide what is wrong in others."""

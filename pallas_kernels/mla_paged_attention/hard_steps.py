@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases.latents import LatentShape, random_pages, random_tables, seen_slots, unpacked
+from pallas_kernels.cases.latents import LatentShape, hard_tables, random_pages, unpacked
 from pallas_kernels.cases.numbers import random_values
 from pallas_kernels.cases.steps import hard_step, random_rows
-from pallas_kernels.ragged_paged_attention.oracle import Options, attention, visible_keys
+from pallas_kernels.ragged_paged_attention.oracle import Options, attention, seen_keys
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,8 @@ def make_case(
     size = shape.latent.page_size
     if rows is None:
         rows = random_rows(rng, shape.num_tokens, shape.num_rows, shape.num_columns * size)
-    padding = [(0, 0)] * (shape.num_rows - len(rows))
-    keys = [{k for pos in range(n - q_len, n) for k in visible_keys(pos, n, options)} for q_len, n in (*rows, *padding)]
-    num_pages = 1 + shape.num_rows * shape.num_columns + 3
-    live = [{k // size for k in row} for row in keys]
-    tables = random_tables(rng, live, shape.num_columns, num_pages, shared_columns)
-    seen = seen_slots(tables, keys, num_pages, size)
+    keys = seen_keys(rows, shape.num_rows, options)
+    tables, seen = hard_tables(rng, keys, shape.num_columns, size, shared_columns)
     lens, starts, distribution = hard_step(list(rows), shape.num_rows)
     return Case(
         shape=shape,

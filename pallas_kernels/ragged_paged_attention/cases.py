@@ -12,16 +12,16 @@ import numpy as np
 
 from pallas_kernels.cases.case import Arguments, Results, Sizes, Work, itemsize
 from pallas_kernels.cases.compare import assert_heads_close, assert_same
+from pallas_kernels.cases.kv_case import one_head_in_fp8_too
 from pallas_kernels.cases.limits import SMALL_PROGRAMS, SMALL_TRIPS
-from pallas_kernels.cases.masks import SINKS, random_mask, random_share
+from pallas_kernels.cases.masked_case import MaskedCase
+from pallas_kernels.cases.masks import random_mask, random_share
 from pallas_kernels.cases.numbers import one_of, random_array, random_values
 from pallas_kernels.cases.pages import random_pages, random_platform, whole_rows
-from pallas_kernels.cases.steps import Step, StepCase, hard_rows, on_device
-from pallas_kernels.key_share import KeyShare
+from pallas_kernels.cases.steps import hard_rows, on_device
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write import oracle as write_oracle
 from pallas_kernels.layouts import PageLayout
-from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, ragged_paged_attention, xla_attention
 from pallas_kernels.ragged_paged_attention.hard_steps import Shape, make_case
 from pallas_kernels.ragged_paged_attention.oracle import Options, attention, unpacked
@@ -32,29 +32,15 @@ _HEADS = ((1, 1), (1, 2), (2, 2), (3, 1), (4, 2), (5, 1), (8, 1), (9, 3), (16, 1
 
 
 @dataclass(frozen=True)
-class AttentionCase(StepCase):
-    """One call of ragged_paged_attention. Sizes of kernels are 0 by the shapes."""
+class AttentionCase(MaskedCase):
+    """One call of ragged_paged_attention."""
 
-    heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     head_dim_v: int = 0  # 0: head_dim
-    page: int = 128
-    dtype: str = "bfloat16"  # of the pages
-    q_dtype: str = "bfloat16"
     sm_scale: float = 0.0  # 0: by the dimension
-    window: int = 0  # 0: none, as of the next ones
-    chunk: int = 0
-    sink_tokens: int = 0
-    causal: int = 1
-    soft_cap: float = 0.0
-    sinks: int = 0
     scales: str = ""  # "one" or "heads": a scale, or one for each KV head
-    lse: int = 0
     write: int = 0  # new K and V of the queries' tokens are written first
-    ranks: int = 1  # of context parallelism; the longest sequence lies on all of them
-    rank: int = 0
-    shared_columns: int = 0  # of hard steps: in which all sequences name the same pages
     tuned: int = 1  # sizes of the chip's tuned file, where it has the shape
     decode_block: int = 0  # of the kernels
     queries: int = 0  # of the kernel for TPU
@@ -62,14 +48,12 @@ class AttentionCase(StepCase):
     max_unrolled: int = 0
     decode_buffers: int = 0
     tile_buffers: int = 0
-    hbm_tables: int = 0
     decode_stages: int = 0  # of the kernel for GPU
     num_blocks: int = 0
     prefill_block: int = 0
     prefill_stages: int = 0
     prefill_warpgroups: int = 0
     prefill_blocks: int = 0
-    small_trips: int = 0  # of vectorised XLA and Triton: several trips and pieces in a small step
 
     op = "ragged_paged_attention"
     shapes = SHAPES
@@ -133,11 +117,8 @@ class AttentionCase(StepCase):
 
     @classmethod
     def to_compile(cls, shape: AttentionShape, num_shards: int) -> Iterator[tuple[str, Sizes]]:
-        """One KV head in fp8 too: two of its tokens share words."""
-        sizes = cls.of_shape(shape, num_shards)
-        yield shape.name, sizes
-        if sizes["kv_heads"] == 1:
-            yield f"{shape.name}, fp8", sizes | {"dtype": "float8_e4m3fn"}
+        """One KV head in fp8 too."""
+        yield from one_head_in_fp8_too(shape.name, cls.of_shape(shape, num_shards))
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> AttentionCase:
@@ -186,11 +167,6 @@ class AttentionCase(StepCase):
         return bool(self.write)
 
     @property
-    def mask(self) -> MaskRule:
-        """Who sees what."""
-        return MaskRule(bool(self.causal), self.window or None, self.chunk or None, self.sink_tokens)
-
-    @property
     def layout(self) -> PageLayout:
         """Of the pages of one rank."""
         return self._hard_shape(self.page).layout
@@ -204,11 +180,6 @@ class AttentionCase(StepCase):
     def scale(self) -> float:
         """Factor on the logits."""
         return self.sm_scale or self.head_dim**-0.5
-
-    @property
-    def step(self) -> Step:
-        """Of `arguments`; a page of all ranks is a column."""
-        return Step(self.step_rows, self.mask, self.page * self.ranks)
 
     @property
     def work(self) -> Work:
@@ -230,7 +201,7 @@ class AttentionCase(StepCase):
         if self.write:
             new = tuple(random_array(rng, shape, self.q_dtype) for shape in self._new_shapes)
             given |= {"new_kv": new, "slot_mapping": step.new_slots(ints[0])}
-        return Arguments(pages, (q, on_device(*ints), given | self._random_scales(rng), self._given_rank))
+        return Arguments(pages, (q, on_device(*ints), given | self._random_scales(rng), self.given_rank))
 
     def hard_arguments(self, rng: np.random.Generator) -> Arguments:
         """Sequences that end beside the ends of pages and tiles, some with fewer tokens than queries."""
@@ -238,15 +209,13 @@ class AttentionCase(StepCase):
         shape = self._hard_shape(column)
         rows = hard_rows(rng, self.tokens, self.seqs, self.page, shape.num_columns * column, True)
         shared = min(self.shared_columns, shape.num_columns)
-        made = make_case(int(rng.integers(1 << 30)), shape, rows, self._options({}), shared)
+        made = make_case(int(rng.integers(1 << 30)), shape, rows, Options(self.scale, **self.oracle_options()), shared)
         q, pages, *step = (made.of_rank(self.rank, self.ranks) if self.ranks > 1 else made).arrays
-        given: dict[str, Any] = {}
-        if self.sinks:
-            given["sinks"] = jnp.asarray(np.resize(rng.permutation(SINKS), self.heads), jnp.float32)
+        given = self.hard_sinks(rng)
         if self.write:
             new = tuple(jnp.asarray(random_values(rng, shape, self.q_dtype)) for shape in self._new_shapes)
             given |= {"new_kv": new, "slot_mapping": self._own_slots(made.block_tables, rows)}
-        return Arguments(pages, (q, tuple(step), given | self._random_scales(rng), self._given_rank))
+        return Arguments(pages, (q, tuple(step), given | self._random_scales(rng), self.given_rank))
 
     def _hard_shape(self, column: int) -> Shape:
         """Of `hard_arguments`, with so many tokens in a column of the tables."""
@@ -270,10 +239,6 @@ class AttentionCase(StepCase):
         dims = (self.head_dim, self.head_dim_v or self.head_dim)
         return tuple((self.step.num_tokens, self.kv_heads, dim) for dim in dims)
 
-    @property
-    def _given_rank(self) -> Any:
-        return jnp.int32(self.rank) if self.ranks > 1 else None
-
     def _random_scales(self, rng: np.random.Generator) -> dict[str, Any]:
         """By the op's names; powers of two where new K and V are divided by them."""
         shape = {"": None, "one": (), "heads": (self.kv_heads,)}[self.scales]
@@ -290,26 +255,13 @@ class AttentionCase(StepCase):
             slots[token] = page * self.page + position % self.page if page else -1
         return jnp.asarray(slots)
 
-    def _options(self, given: dict[str, Any]) -> Options:
-        """Of the oracle."""
-        return Options(
-            self.scale,
-            bool(self.causal),
-            self.window or None,
-            self.chunk or None,
-            self.sink_tokens,
-            self.soft_cap or None,
-            **{name: None if x is None else np.asarray(x) for name, x in given.items()},
-            held_by=(self.rank, self.ranks) if self.ranks > 1 else None,
-        )
-
     def call(self, backend: str, pages: tuple[Any, ...], rest: Any) -> Results:
         """(out, LSE or None) and the pages that were written: the op, or a kernel alone in sizes of its own."""
         q, step, given, rank = rest
         kernel = self._kernel(backend, rank)
         if kernel is None:
             arrays: tuple[Any, ...] = (q, pages, *step)
-            of_op: dict[str, Any] = {**given, **self._op_options(rank)}
+            of_op = {**given, **self.op_options(rank), "sm_scale": self.scale, "num_kv_heads": self.kv_heads}
             result = ragged_paged_attention(*arrays, **of_op, backend=backend)
             return Results((result.out, result.lse), result.pages if self.write else ())
         options: dict[str, Any] = {"mask": self.mask, "num_kv_heads": self.kv_heads, "sm_scale": self.scale}
@@ -321,42 +273,22 @@ class AttentionCase(StepCase):
         out, lse, *written = kernel(q, pages, *step, **options)
         return Results((out, lse), (tuple(written) or pages) if self.write else ())
 
-    def _op_options(self, rank: Any) -> dict[str, Any]:
-        """Of the op."""
-        return {
-            "sm_scale": self.scale,
-            "causal": self.mask.causal,
-            "sliding_window": self.mask.sliding_window,
-            "attention_chunk_size": self.mask.attention_chunk_size,
-            "num_sink_tokens": self.sink_tokens,
-            "soft_cap": self.soft_cap or None,
-            "return_lse": bool(self.lse),
-            "num_kv_heads": self.kv_heads,
-            "context_rank": 0 if rank is None else rank,
-            "context_size": self.ranks,
-        }
-
     def _kernel(self, backend: str, rank: Any) -> Callable[..., Any] | None:
         """What a backend runs in the case's sizes; None: in those that the op chooses."""
-        share = None if rank is None else KeyShare(rank, self.ranks)
-        lse = bool(self.lse)
-        if backend == "tpu" and (self._sizes(kernel_tpu.Tuning) or self.hbm_tables or not self.tuned):
-            sizes = self._sizes(kernel_tpu.Tuning)
+        share, lse = self.share_of(rank), bool(self.lse)
+        if backend == "tpu" and (self.sizes_of(kernel_tpu.Tuning) or self.hbm_tables or not self.tuned):
+            sizes = self.sizes_of(kernel_tpu.Tuning)
             tuning = kernel_tpu.Tuning(**sizes) if sizes or not self.tuned else None
             own = {"share": share, "tuning": tuning, "tables_in_hbm": True if self.hbm_tables else None}
             return partial(kernel_tpu.ragged_paged_attention, return_lse=lse, **own)
-        if backend == "gpu" and (self._sizes(kernel_gpu.Tuning) or not self.tuned):
-            tuning_gpu = kernel_gpu.Tuning(**self._sizes(kernel_gpu.Tuning))
+        if backend == "gpu" and (self.sizes_of(kernel_gpu.Tuning) or not self.tuned):
+            tuning_gpu = kernel_gpu.Tuning(**self.sizes_of(kernel_gpu.Tuning))
             return partial(kernel_gpu.ragged_paged_attention, return_lse=lse, tuning=tuning_gpu)
         if backend == "xla" and self.small_trips:
             return partial(xla_attention.ragged_paged_attention, share=share, limits=SMALL_TRIPS)
         if backend == "triton" and self.small_trips:
             return partial(xla_attention.ragged_paged_attention, share=share, by_triton=SMALL_PROGRAMS)
         return None
-
-    def _sizes(self, tuning: Any) -> dict[str, int]:
-        """Sizes of a kernel that are set."""
-        return {name: size for name in tuning._fields if (size := getattr(self, name))}
 
     def expected(self, arguments: Arguments) -> Results:
         """By the oracles of the write and of attention."""
@@ -367,16 +299,11 @@ class AttentionCase(StepCase):
             (new_k, new_v), slots = map(np.asarray, given["new_kv"]), np.asarray(given["slot_mapping"])
             scales = (named.get("k_scale"), named.get("v_scale"))
             pages = write_oracle.kv_write((new_k, new_v), pages, slots, self.page, scales)
-        k, v = (self._of_all_ranks(own) for own in unpacked(pages, self.kv_heads, self.head_dim))
+        k, v = (self.of_all_ranks(own) for own in unpacked(pages, self.kv_heads, self.head_dim))
         tables, lengths, starts = map(np.asarray, (tables, lengths, starts))
-        outs = attention(np.asarray(q), k, v, tables, lengths, starts, int(distribution[2]), self._options(named))
+        options = Options(self.scale, **self.oracle_options(**named))
+        outs = attention(np.asarray(q), k, v, tables, lengths, starts, int(distribution[2]), options)
         return Results(outs, pages if self.write else ())
-
-    def _of_all_ranks(self, own: np.ndarray) -> np.ndarray:
-        """Whole columns out of a rank's pages, NaN where others have the tokens."""
-        columns = np.full((own.shape[0], self.page * self.ranks, *own.shape[2:]), np.nan)
-        columns[:, self.rank :: self.ranks] = own
-        return columns
 
     def assert_right(self, found: Results, arguments: Arguments) -> None:
         """Head by head: a huge sink of one would hide what is wrong in others.

@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases.latents import random_tables, seen_slots
+from pallas_kernels.cases.latents import hard_tables
 from pallas_kernels.cases.numbers import hidden, random_values
 from pallas_kernels.cases.pages import by_token
 from pallas_kernels.cases.steps import hard_step, random_rows
 from pallas_kernels.layouts import PageLayout, attention_layout
-from pallas_kernels.ragged_paged_attention.oracle import Options, attention, unpacked, visible_keys
+from pallas_kernels.ragged_paged_attention.oracle import Options, attention, seen_keys, unpacked
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,9 @@ def make_case(
     assert len(rows) <= shape.num_rows
     assert sum(q for q, _ in rows) <= shape.num_tokens
     assert all(n <= longest for _, n in rows)
-    num_pages = 1 + shape.num_rows * shape.num_columns + 3
-    padding = [(0, 0)] * (shape.num_rows - len(rows))
-    keys = [{k for pos in range(n - q_len, n) for k in visible_keys(pos, n, options)} for q_len, n in (*rows, *padding)]
-    live = [{k // shape.page_size for k in row} for row in keys]
-    tables = random_tables(rng, live, shape.num_columns, num_pages, shared_columns)
-    seen = seen_slots(tables, keys, num_pages, shape.page_size)
-    pages = tuple(_pages(rng, shape, array.shape(num_pages), seen) for array in shape.layout.arrays)
+    keys = seen_keys(rows, shape.num_rows, options)
+    tables, seen = hard_tables(rng, keys, shape.num_columns, shape.page_size, shared_columns)
+    pages = tuple(_pages(rng, shape, array.shape(len(seen)), seen) for array in shape.layout.arrays)
     q = random_values(rng, (shape.num_tokens, shape.num_q_heads, shape.head_dim), shape.q_dtype)
     return Case(shape, q, pages, tables, *hard_step(list(rows), shape.num_rows))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +45,12 @@ def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
         if (in_window and in_chunk) or k < options.num_sink_tokens:
             keys.append(k)
     return keys
+
+
+def seen_keys(rows: Sequence[tuple[int, int]], num_rows: int, options: Options) -> list[set[int]]:
+    """Positions that any query of each sequence (query length, sequence length) sees; none of padding."""
+    seen = [{k for pos in range(n - q_len, n) for k in visible_keys(pos, n, options)} for q_len, n in rows]
+    return seen + [set() for _ in range(num_rows - len(rows))]
 
 
 def unpacked(pages: tuple[np.ndarray, ...], num_kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.cases.latents import LatentShape, decoded, laid_out, random_tables, seen_slots
+from pallas_kernels.cases.latents import LatentShape, decoded, hard_tables, laid_out
 from pallas_kernels.cases.numbers import random_values
 from pallas_kernels.cases.steps import hard_step, random_rows
 from pallas_kernels.latent_entries import EntryFormat, Plain
@@ -83,12 +83,9 @@ class _Cache:
     def make(self, named: list[set[int]]) -> tuple[np.ndarray, np.ndarray, Callable[[int, int], np.ndarray]]:
         """(pages, tables, vector of a row's state) where rows name these states."""
         size, shape = self.latent.page_size, self.shape
-        num_pages = 1 + shape.num_rows * self.num_columns + 3
-        live = [{state // size for state in row} for row in named]
-        tables = random_tables(self.rng, live, self.num_columns, num_pages)
-        seen = seen_slots(tables, named, num_pages, size)
+        tables, seen = hard_tables(self.rng, named, self.num_columns, size)
         dtype = "float32" if self.latent.dtype == "int8" else self.latent.dtype
-        values = random_values(self.rng, (num_pages, size, shape.dim), dtype)
+        values = random_values(self.rng, (*seen.shape, shape.dim), dtype)
         pages = laid_out(_encoded(values, shape.entries), self.latent, seen)
         vectors = decoded(self._rows(pages), shape.entries, shape.dim)
         return pages, tables, lambda row, state: vectors[tables[row, state // size], state % size]
