@@ -13,6 +13,7 @@ from functools import partial
 from math import gcd, lcm
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.hashing.block_hash import BlockHasher
@@ -147,18 +148,8 @@ def run_replay(
     tiers = None
     if config.tiers is not None:
         tiers = ReplayTiers(config.tiers, plan.config, lambda: clock.now_s, takes_time=not config.serial)
-    manager = KVCacheManager(
-        plan.config,
-        longest,
-        config.hash_block_size,
-        options,
-        metrics_collector=collector,
-        max_in_flight_tokens=plan.max_in_flight_tokens,
-        miss_reasons=reasons,
-        tier=None if tiers is None else tiers.scheduler,
-    )
-    if tiers is not None:
-        tiers.scheduler.bind_kv_cache_manager(manager)
+    observers = {"metrics_collector": collector, "miss_reasons": reasons}
+    manager = manager_over(tiers, plan, longest, config.hash_block_size, options, **observers)
     recorder = Recorder(manager.block_pools, config.block_size)
     hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
     prompts = PromptMaker(trace, hasher)
@@ -199,6 +190,29 @@ def run_replay(
         virtual_seconds=clock.now_s,
         wall_seconds=perf_counter() - start,
     )
+
+
+def manager_over(
+    tiers: ReplayTiers | None,
+    plan: KVCachePlan,
+    max_model_len: int,
+    hash_block_size: int,
+    options: ManagerOptions,
+    **named: Any,
+) -> KVCacheManager:
+    """The manager of a plan's pools above tiers, if there are any; `named`: more that `KVCacheManager` takes."""
+    manager = KVCacheManager(
+        plan.config,
+        max_model_len,
+        hash_block_size,
+        options,
+        max_in_flight_tokens=plan.max_in_flight_tokens,
+        tier=None if tiers is None else tiers.scheduler,
+        **named,
+    )
+    if tiers is not None:
+        tiers.scheduler.bind_kv_cache_manager(manager)
+    return manager
 
 
 def _look_ahead(trace: Sequence[TraceRequest], config: ReplayConfig, plan: KVCachePlan) -> LookAhead | None:

@@ -20,7 +20,7 @@ from kvjax.replay.external_kv import ExternalKV
 from kvjax.replay.job import Job
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.replay import ReplayConfig
+from kvjax.replay.replay import ReplayConfig, manager_over
 from kvjax.replay.tiers import ReplayDisk, ReplayTiers
 from kvjax.routing import ReplicaState
 
@@ -67,17 +67,8 @@ class Replica:
         config, clock, tiers = of.config, VirtualClock(), None
         if config.tiers is not None:
             tiers = ReplayTiers(config.tiers, of.plan.config, lambda: clock.now_s, disk=disk)
-        manager = KVCacheManager(
-            of.plan.config,
-            of.longest,
-            config.hash_block_size,
-            config.manager_options,
-            enable_kv_cache_events=True,
-            max_in_flight_tokens=of.plan.max_in_flight_tokens,
-            tier=None if tiers is None else tiers.scheduler,
-        )
-        if tiers is not None:
-            tiers.scheduler.bind_kv_cache_manager(manager)
+        options = replace(config.manager_options, enable_kv_cache_events=True)
+        manager = manager_over(tiers, of.plan, of.longest, config.hash_block_size, options)
         simulation = BatchedReplay(
             deque(),
             manager,
