@@ -67,7 +67,8 @@ class Case(abc.ABC):
     backends: ClassVar[tuple[str, ...]] = ("reference",)  # each with code of its own
     compiled: ClassVar[tuple[str, ...]] = ("tpu", "gpu")  # platforms that the op is compiled for ahead of time
     defaults: ClassVar[Mapping[str, Sizes]] = {}  # fields of what is compiled, by platform
-    allowed_spills: ClassVar[Mapping[str, int]] = {}  # bytes of a kernel for GPU, by a part of the settings
+    # Bytes of a kernel for GPU, by (a part of the settings, the start of its name).
+    allowed_spills: ClassVar[Mapping[tuple[str, str], int]] = {}
     scored: ClassVar[str] = ""  # names of kernels whose loops over blocks have a score
     features: ClassVar[tuple[str, ...]] = ()  # settings that are compiled for GPU beside the models' shapes
     in_subset: ClassVar[tuple[str, ...]] = ("",)  # settings of the few that CI compiles for GPU

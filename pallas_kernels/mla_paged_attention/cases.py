@@ -57,7 +57,12 @@ class LatentCase(MaskedCase):
     defaults = {  # noqa: RUF012
         "gpu": {"heads": 128, "page": 64, "tokens": 256, "context": 4096, "sinks": 1, "scales": 1, "lse": 1}
     }
-    allowed_spills = {"": 120, "window=": 160, "dtype=float8": 1284, "dtype=int8": 1272}  # noqa: RUF012
+    allowed_spills = {  # noqa: RUF012
+        ("", ""): 120,
+        ("window=", ""): 160,
+        ("dtype=float8", ""): 1284,
+        ("dtype=int8", ""): 1272,
+    }
     features = (
         "page=16 window=1024 soft_cap=30",
         "dtype=float8_e4m3fn",

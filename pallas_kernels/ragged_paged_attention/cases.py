@@ -64,7 +64,12 @@ class AttentionCase(MaskedCase):
         "gpu": {"tokens": 2048, "context": 4096, "sinks": 1, "scales": "heads", "lse": 1, "write": 1}
     }
     # 64 x 256 sums and 64 x 64 scores a warpgroup take all registers that there are.
-    allowed_spills = {"dtype=int8 soft_cap": 16, "head_dim=256 dtype=float8": 216}  # noqa: RUF012
+    allowed_spills = {  # noqa: RUF012
+        ("dtype=int8 soft_cap", "rpa_decode_"): 16,
+        ("dtype=int8 soft_cap", "rpa_prefill_"): 8,
+        ("head_dim=256 dtype=float8", "rpa_decode_"): 216,
+        ("head_dim=256 dtype=float8", "rpa_prefill_"): 76,
+    }
     features = (
         "page=8",
         "page=64",

@@ -60,7 +60,7 @@ class SparseCase(StepCase):
         for of in (("ratio 4", "ratio 128") if kind == "decode-32k" else ("window", "ratio 4", "ratio 128"))
     )
     backends = ("reference", "xla", "tpu", "gpu")
-    allowed_spills = {"": 380}  # noqa: RUF012
+    allowed_spills = {("", ""): 380}  # noqa: RUF012
     features = ("dtype=bfloat16", "dtype=bfloat16 ratio=0 topk=0", "tokens=64", "tokens=8192")
 
     @classmethod

@@ -102,6 +102,19 @@ def test_complaints_about_modules() -> None:
     assert gpu_compile.report([{**module, "temporary_bytes": 3}]).splitlines()[1].split() == ["kv_write", *"8830"]
 
 
+def test_a_kernel_may_spill_what_is_committed_for_it() -> None:
+    """By settings and the kernel's name: no bound of one kernel is another's."""
+    settings = "dtype=int8 soft_cap=30"
+
+    def allowed(op: str, kernel: str) -> int:
+        return gpu_compile_all.allowed_spill_bytes(op, settings, {"kernel": kernel})
+
+    op = "ragged_paged_attention"
+    assert (allowed(op, "rpa_decode_p64"), allowed(op, "rpa_prefill_p64"), allowed(op, "merge")) == (16, 8, 0)
+    assert gpu_compile_all.allowed_spill_bytes(op, "page=64", {"kernel": "rpa_decode_p64"}) == 0
+    assert gpu_compile_all.allowed_spill_bytes("layers", "op=mla heads=8", {"kernel": "mla_p64"}) == 120
+
+
 def test_counts_copies_of_one_shape() -> None:
     text = """
       %copy.1 = bf16[7,16]{1,0} copy(%a)
@@ -215,7 +228,7 @@ def test_a_status_for_ci(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert gpu_compile_all.main(["--subset"]) == 0
     answer(monkeypatch, {"page=8": [record(spill_load_bytes=4)], "page=9": nine})
     assert gpu_compile_all.main(["--subset"]) == 1
-    monkeypatch.setitem(gpu_compile_all.ALLOWED_SPILL_BYTES, "page=8", 4)
+    monkeypatch.setitem(gpu_compile_all.ALLOWED_SPILL_BYTES, ("page=8", "k_"), 4)
     assert gpu_compile_all.main([]) == 0
     answer(monkeypatch, {"page=9": nine})
     capsys.readouterr()
