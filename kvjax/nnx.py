@@ -27,8 +27,8 @@ from flax import nnx
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import Buckets, DeviceBatch, Placement, StepCache, create_pages
-from kvjax.device.batch import pick_bucket
-from kvjax.device.page_edits import check_edits, edit_pages
+from kvjax.device.inputs.batch import pick_bucket
+from kvjax.device.pages.page_edits import check_edits, edit_pages
 
 
 class PagedKVCache(nnx.Module):

@@ -38,7 +38,7 @@ from kvjax.core import BlockHash, BlockHasher
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.device import KVPages, create_pages
-from kvjax.device.page_ops import gather_pages, scatter_pages
+from kvjax.device.pages.page_ops import gather_pages, scatter_pages
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.tier_worker import PIECE_BYTES
 from kvjax.tiers.tiers import Tiers

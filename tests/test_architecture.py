@@ -150,6 +150,7 @@ ROOMS = {
         "serving",
         "extending",
     ),
+    "kvjax.device": ("mesh", "programs", "pages", "inputs", "layers", "model", "encoder", "steps"),
     "kvjax.engine": ("requests", "sampling", "scheduling", "step", "drafts", "front"),
 }
 IN_ROOMS = [path for path in MODULES if within(module_name(path), tuple(ROOMS)) and module_name(path) not in ROOMS]
@@ -180,7 +181,7 @@ def test_modules_in_rooms_import_each_other_in_no_circle() -> None:
     order.prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("tree", ["kvjax/engine", "tests/engine"])
+@pytest.mark.parametrize("tree", ["kvjax/device", "kvjax/engine", "tests/device", "tests/engine"])
 def test_folders_stay_small(tree: str) -> None:
     """A reader takes in a folder at a glance."""
     folders = Counter(path.parent for path in (ROOT / tree).rglob("*.py"))

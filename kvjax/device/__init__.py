@@ -1,20 +1,20 @@
 """Device layer: page arrays, step inputs in buckets, and jitted update steps that own the pages while they run."""
 
-from kvjax.device.attention_options import AttentionOptions
-from kvjax.device.batch import DeviceBatch, DeviceCompressed, DeviceGroup, DeviceStates
-from kvjax.device.buckets import Bucket, Buckets
-from kvjax.device.compile_counter import CompileCount, count_compilations
-from kvjax.device.embed_buffer import EmbedBuffer
-from kvjax.device.encoder_cache import EncoderCache
-from kvjax.device.encoder_step import EncoderShapes
-from kvjax.device.function_model import FunctionModel
-from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write_kv, zero_pages
-from kvjax.device.pages import KVPages, create_pages
-from kvjax.device.placement import TENSOR_AXIS, Placement
-from kvjax.device.processes import join_processes
-from kvjax.device.state_ops import apply_delta_rule, convolve_states, scan_states
-from kvjax.device.step_cache import RecurrentStep, StepCache
-from kvjax.device.update_step import SampleFn, StepOutput, UpdateStep, make_update_step
+from kvjax.device.encoder.embed_buffer import EmbedBuffer
+from kvjax.device.encoder.encoder_cache import EncoderCache
+from kvjax.device.encoder.encoder_step import EncoderShapes
+from kvjax.device.inputs.batch import DeviceBatch, DeviceCompressed, DeviceGroup, DeviceStates
+from kvjax.device.inputs.buckets import Bucket, Buckets
+from kvjax.device.layers.attention_options import AttentionOptions
+from kvjax.device.layers.state_ops import apply_delta_rule, convolve_states, scan_states
+from kvjax.device.layers.step_cache import RecurrentStep, StepCache
+from kvjax.device.mesh.placement import TENSOR_AXIS, Placement
+from kvjax.device.mesh.processes import join_processes
+from kvjax.device.model.function_model import FunctionModel
+from kvjax.device.pages.kv_pages import KVPages, create_pages
+from kvjax.device.pages.page_ops import copy_pages, gather_pages, scatter_pages, write_kv, zero_pages
+from kvjax.device.programs.compile_counter import CompileCount, count_compilations
+from kvjax.device.steps.update_step import SampleFn, StepOutput, UpdateStep, make_update_step
 
 __all__ = [
     "TENSOR_AXIS",

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.layers.attention_options import AttentionOptions
 
 
 class DenseAttention:

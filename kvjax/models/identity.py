@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from kvjax.device.model_weights import leaves_of
-from kvjax.device.weights_digest import leaves_digest
+from kvjax.device.model.model_weights import leaves_of
+from kvjax.device.model.weights_digest import leaves_digest
 from kvjax.models.config import ModelConfig
 from kvjax.models.configs.rope import RopeConfig
 

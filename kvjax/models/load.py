@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from kvjax.device.placement import TENSOR_AXIS, with_auto_axes
+from kvjax.device.mesh.placement import TENSOR_AXIS, with_auto_axes
 from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
 from kvjax.models.config import ModelConfig, StreamingWindow

@@ -14,8 +14,8 @@ import jax
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device import Placement
-from kvjax.device.page_parts import PagePart, alike_ranks, parts_of
-from kvjax.device.pages import page_shapes
+from kvjax.device.pages.kv_pages import page_shapes
+from kvjax.device.pages.page_parts import PagePart, alike_ranks, parts_of
 from kvjax.tiers.units import UnitSizes
 
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from kvjax.core import BlockHasher
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device import KVPages, Placement
-from kvjax.device.page_parts import OwnParts
-from kvjax.device.processes import ProcessBoard, spans_processes
+from kvjax.device.mesh.processes import ProcessBoard, spans_processes
+from kvjax.device.pages.page_parts import OwnParts
 from kvjax.tiers.common_pace import CommonPace
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.connector import ConnectorOutput, KVConnector, LoadResults, RankConnector, WeightsInUse

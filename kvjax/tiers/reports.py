@@ -31,7 +31,7 @@ _LETTERS = {PieceState.ON_ITS_WAY: "o", PieceState.THERE: "t", PieceState.FAILED
 
 
 class Board(Protocol):
-    """`kvjax.device.processes.ProcessBoard`."""
+    """`kvjax.device.mesh.processes.ProcessBoard`."""
 
     index: int
 

@@ -26,12 +26,12 @@ import jax
 import numpy as np
 
 from kvjax.device import KVPages
-from kvjax.device.aligned import RecycledMemory
-from kvjax.device.page_ops import PAGE_COUNTS, SKIP, gather_pages_padded, pad_ids, scatter_pages_padded
-from kvjax.device.page_parts import PageParts, WholePages
-from kvjax.device.pages import Column
-from kvjax.device.rank_pages import gather_for_ranks, scatter_rank_pages
-from kvjax.device.transfers import hands_over, reads_back
+from kvjax.device.mesh.aligned import RecycledMemory
+from kvjax.device.mesh.transfers import hands_over, reads_back
+from kvjax.device.pages.kv_pages import Column
+from kvjax.device.pages.page_ops import PAGE_COUNTS, SKIP, gather_pages_padded, pad_ids, scatter_pages_padded
+from kvjax.device.pages.page_parts import PageParts, WholePages
+from kvjax.device.pages.rank_pages import gather_for_ranks, scatter_rank_pages
 from kvjax.errors import TierDataError
 from kvjax.tiers.connector import ConnectorOutput
 from kvjax.tiers.disk_store import DiskStore

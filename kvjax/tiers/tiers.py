@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvjax.core import BlockHasher
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device import KVPages
-from kvjax.device.page_parts import PageParts, WholePages
+from kvjax.device.pages.page_parts import PageParts, WholePages
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.connector import RankConnector, WeightsInUse
 from kvjax.tiers.disk_store import DiskStore

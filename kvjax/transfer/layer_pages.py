@@ -23,9 +23,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core.spec import KVCacheConfig
-from kvjax.device.pages import Column, KVPages
-from kvjax.device.placement import Placement, per_device
-from kvjax.device.rank_pages import ids_among_ranks
+from kvjax.device.mesh.placement import Placement, per_device
+from kvjax.device.pages.kv_pages import Column, KVPages
+from kvjax.device.pages.rank_pages import ids_among_ranks
 from kvjax.transfer.entries import Arrays, pack_entries, unpack_pages
 from pallas_kernels import page_ops
 from pallas_kernels.layouts import HEAD_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout

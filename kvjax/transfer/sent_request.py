@@ -21,10 +21,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
-from kvjax.device.pages import KVPages
-from kvjax.device.placement import Placement
-from kvjax.device.rank_pages import part_of_rank
-from kvjax.device.transfers import hands_over
+from kvjax.device.mesh.placement import Placement
+from kvjax.device.mesh.transfers import hands_over
+from kvjax.device.pages.kv_pages import KVPages
+from kvjax.device.pages.rank_pages import part_of_rank
 from kvjax.transfer.entries import Arrays
 from kvjax.transfer.entry_map import NOT_SENT, ReceivedPages, SentPages, received_pages, sent_pages
 from kvjax.transfer.layer_pages import LayerPages, layers_of, padded_ids, read_entries, write_entries

@@ -17,7 +17,7 @@ from bench_host_cases.plain_side import PlainDecoding, PlainRequest
 from bench_host_cases.shapes import NUM_STEPS, SHAPES, VOCABULARY, Shape
 from bench_host_cases.step_inputs import NUM_REQUESTS, PlainInputs, buckets_of
 from kvjax.core import BlockHasher, KVCacheManager, Request
-from kvjax.device.batch import DeviceBatch, pick_bucket
+from kvjax.device.inputs.batch import DeviceBatch, pick_bucket
 from kvjax.engine.requests.engine_request import EngineRequest
 from kvjax.engine.requests.sampling_params import SamplingParams
 from kvjax.engine.requests.stats import RequestStats

@@ -14,8 +14,8 @@ from bench_host_cases.kvjax_side import Decoding
 from bench_host_cases.plain_side import PlainDecoding
 from bench_host_cases.shapes import NUM_STEPS, SHAPES, Shape
 from kvjax.core import StepDrafts, build_step_plan
-from kvjax.device.batch import DeviceBatch, pick_bucket
-from kvjax.device.buckets import Buckets
+from kvjax.device.inputs.batch import DeviceBatch, pick_bucket
+from kvjax.device.inputs.buckets import Buckets
 
 NUM_REQUESTS, NUM_DRAFTS = 1_024, 3
 

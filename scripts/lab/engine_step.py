@@ -160,8 +160,8 @@ def compile_step(
     from flax import nnx
 
     from kvjax.device import Bucket, Buckets, Placement, make_update_step
-    from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
-    from kvjax.device.pages import page_shapes
+    from kvjax.device.pages.kv_pages import page_shapes
+    from kvjax.device.pages.page_ops import copy_pages_padded, zero_pages_padded
     from kvjax.engine.sampling.sampler import sample
     from kvjax.engine.sampling.sampling_table import SamplingTable
     from kvjax.models import ModelConfig, build_model

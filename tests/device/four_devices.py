@@ -35,10 +35,10 @@ from kvjax.device import (
     write_kv,
     zero_pages,
 )
-from kvjax.device.batch import DeviceStates
-from kvjax.device.page_ops import copy_pages_padded, pad_ids, zero_pages_padded
-from kvjax.device.rank_pages import RankStaging, gather_for_ranks, gather_rank_pages, scatter_rank_pages
-from kvjax.device.weights_digest import leaves_digest
+from kvjax.device.inputs.batch import DeviceStates
+from kvjax.device.model.weights_digest import leaves_digest
+from kvjax.device.pages.page_ops import copy_pages_padded, pad_ids, zero_pages_padded
+from kvjax.device.pages.rank_pages import RankStaging, gather_for_ranks, gather_rank_pages, scatter_rank_pages
 from kvjax.planning import Parallelism, plan_kv_cache
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.device.aliases import assert_in_place

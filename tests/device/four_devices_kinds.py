@@ -12,13 +12,13 @@ from kvjax.core import KVCacheManager, MRopePositions, Request
 from kvjax.core.step.step_builder import build_step_plan
 from kvjax.device import Bucket, Buckets, EmbedBuffer, KVPages, Placement, create_pages, make_update_step
 from kvjax.planning import plan_kv_cache
-from tests.device import test_compressed_attention as compressed
-from tests.device import test_encoder as encoder
-from tests.device import test_kv_kinds as kv
-from tests.device import test_latent_attention as latent
-from tests.device import test_state_shapes as state_shapes
 from tests.device import toy_inputs
 from tests.device.aliases import assert_in_place
+from tests.device.encoder import test_encoder as encoder
+from tests.device.layers import test_compressed_attention as compressed
+from tests.device.layers import test_kv_kinds as kv
+from tests.device.layers import test_latent_attention as latent
+from tests.device.layers import test_state_shapes as state_shapes
 from tests.device.toy_kinds import BUCKETS, Toy, serve_mixed
 
 TOYS: dict[str, Callable[..., Toy]] = {

@@ -11,7 +11,7 @@ from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_builder import build_step_plan
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import KVPages, UpdateStep
-from kvjax.device.pages import page_shapes
+from kvjax.device.pages.kv_pages import page_shapes
 
 
 def nan_pages(config: KVCacheConfig, step: UpdateStep) -> KVPages:

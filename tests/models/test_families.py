@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kvjax.device.compile_counter import count_compilations
+from kvjax.device.programs.compile_counter import count_compilations
 from kvjax.engine import GenerationResult, SamplingParams
 from tests.models.families import (
     ATOL,

@@ -17,7 +17,7 @@ import kvjax.core
 import kvjax.device
 from kvjax.core import KVCacheManager, build_step_plan
 from kvjax.device import KVPages, Placement, create_pages
-from kvjax.device.page_edits import edit_pages
+from kvjax.device.pages.page_edits import edit_pages
 from kvjax.transfer import PageReader, SentRequest
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "transfer.md"

@@ -26,7 +26,7 @@ import numpy as np
 from kvjax.core import BlockHasher, KVCacheManager
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Buckets, KVPages, Placement, UpdateStep, create_pages, make_update_step
-from kvjax.device.update_step import SampleFn
+from kvjax.device.steps.update_step import SampleFn
 from kvjax.engine.drafts.draft_requests import DraftRequests, DraftStep
 from kvjax.engine.requests.engine_request import EngineRequest
 from kvjax.engine.sampling.sampler import sample

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import kvjax
-from kvjax.device.model_weights import ModelWeights, weights_digest
+from kvjax.device.model.model_weights import ModelWeights, weights_digest
 from kvjax.engine.step.config import EngineConfig
 from kvjax.models import LoadedModel
 from kvjax.models.identity import model_identity, module_identity

@@ -25,8 +25,8 @@ import numpy as np
 from kvjax.core import BlockHasher, KVCacheManager
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
-from kvjax.device.processes import ProcessBoard, spans_processes
-from kvjax.device.update_step import SampleFn
+from kvjax.device.mesh.processes import ProcessBoard, spans_processes
+from kvjax.device.steps.update_step import SampleFn
 from kvjax.engine.drafts.draft_model import DraftModel, check_speculation
 from kvjax.engine.drafts.prompt_lookup import PromptLookup
 from kvjax.engine.front.engine_weights import EngineWeights

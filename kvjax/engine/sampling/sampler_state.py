@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.device import Placement
-from kvjax.device.transfers import hands_over
+from kvjax.device.mesh.transfers import hands_over
 from kvjax.engine.sampling.sampler_lines import MAX_EDITS, LineWrite, SamplerSizes, SamplerWrites, TokenWrites
 
 PIECE_LINES = 8  # lines or masks written at once

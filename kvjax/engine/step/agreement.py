@@ -30,7 +30,7 @@ TIMEOUT_S = 600.0  # for the slowest: a process may compile while another waits
 
 
 class Board(Protocol):
-    """`kvjax.device.processes.ProcessBoard`."""
+    """`kvjax.device.mesh.processes.ProcessBoard`."""
 
     index: int
 

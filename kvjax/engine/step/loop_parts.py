@@ -13,8 +13,8 @@ import jax
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device import Placement
-from kvjax.device.pages import page_shapes
-from kvjax.device.processes import spans_processes
+from kvjax.device.mesh.processes import spans_processes
+from kvjax.device.pages.kv_pages import page_shapes
 from kvjax.engine.scheduling.running_inputs import RunningInputs
 from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.scheduling.speculation import Drafter

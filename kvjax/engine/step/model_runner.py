@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from kvjax.device import Buckets, EmbedBuffer, KVPages, Placement, UpdateStep, create_pages, make_update_step
-from kvjax.device.given_tokens import ScoreFn
-from kvjax.device.model_weights import ModelWeights
-from kvjax.device.transfers import reads_back
-from kvjax.device.update_step import SampleFn, StepOutput
+from kvjax.device.mesh.transfers import reads_back
+from kvjax.device.model.model_weights import ModelWeights
+from kvjax.device.steps.given_tokens import ScoreFn
+from kvjax.device.steps.update_step import SampleFn, StepOutput
 from kvjax.engine.requests.outputs import TopLogprobs
 from kvjax.engine.sampling.sampler import TokenLogprobs
 from kvjax.engine.sampling.sampler_lines import SamplerSizes

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.models.configs.whisper import WhisperConfig
 from kvjax.models.layers.feed_forward import ACTIVATIONS
 from kvjax.models.layers.forward_step import mark_layer

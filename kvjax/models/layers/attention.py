@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.models.config import FULL
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
 from kvjax.models.layers.forward_step import ForwardStep

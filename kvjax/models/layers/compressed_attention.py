@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.models.configs.deepseek_v4 import CompressionConfig, DeepseekV4Config
 from kvjax.models.configs.rope import RopeConfig
 from kvjax.models.layers.forward_step import ForwardStep

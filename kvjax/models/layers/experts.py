@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from kvjax.device.placement import DATA_AXIS, TENSOR_AXIS
+from kvjax.device.mesh.placement import DATA_AXIS, TENSOR_AXIS
 from kvjax.models.configs.experts import APART, COLUMNS, ROWS, ExpertsConfig
 from kvjax.models.layers.feed_forward import ACTIVATIONS, gated
 from kvjax.models.layers.make import Make

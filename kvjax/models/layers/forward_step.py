@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.models.configs.rope import RopeConfig
 from kvjax.models.layers.rotary import RopeTables, rope_tables
 

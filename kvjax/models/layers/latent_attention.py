@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.models.configs.latent_attention import LatentAttentionConfig
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make

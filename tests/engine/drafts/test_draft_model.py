@@ -14,7 +14,7 @@ import pytest
 from kvjax.core import Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
-from kvjax.device.compile_counter import count_compilations
+from kvjax.device.programs.compile_counter import count_compilations
 from kvjax.engine import EngineConfig, LLMEngine, SamplingParams, SpeculativeConfig
 from kvjax.engine.drafts.draft_model import DraftModel, check_draft_model, check_speculation
 from kvjax.engine.sampling.sampling_table import SamplingTable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.device.compile_counter import count_compilations
+from kvjax.device.programs.compile_counter import count_compilations
 from kvjax.engine import LLMEngine, SamplingParams
 from tests.models.families import Family, assert_nothing_is_left, drain, greedy_params
 from tests.models.golden_models import goldens_of

@@ -21,7 +21,7 @@ from tests.engine.engines import FEW_BLOCKS, assert_no_leak, golden_prompts, mak
 from tests.engine.failures import plant
 
 NAME = "llama"
-UPDATE_STEP = "kvjax.device.update_step.UpdateStep.__call__"
+UPDATE_STEP = "kvjax.device.steps.update_step.UpdateStep.__call__"
 
 
 def params_of(i: int, **settings: Any) -> SamplingParams:

@@ -15,7 +15,7 @@ import jax
 import pytest
 from jax.sharding import Mesh
 
-from kvjax.device.processes import ProcessBoard
+from kvjax.device.mesh.processes import ProcessBoard
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.process_tiers import ProcessTiers

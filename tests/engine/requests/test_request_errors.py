@@ -26,7 +26,7 @@ from tests.engine.requests.test_output_text import ByteTokenizer
 
 NAME = "llama"
 PLAIN = SamplingParams(max_tokens=12, temperature=0.7, seed=3)
-UPDATE_STEP = "kvjax.device.update_step.UpdateStep.__call__"
+UPDATE_STEP = "kvjax.device.steps.update_step.UpdateStep.__call__"
 
 
 class Failing:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.device import processes
+from kvjax.device.mesh import processes
 from kvjax.engine import EngineConfig
 from kvjax.engine.step.agreement import Agreement, describe, settings_of
 from kvjax.engine.step.sampled_step import SampledStep

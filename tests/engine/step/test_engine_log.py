@@ -55,7 +55,7 @@ def test_every_step_and_the_end_of_each_request_are_written_at_debug(caplog: pyt
 def test_a_restart_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(NAME)
     engine.add_request([1, 2], GREEDY)
-    plant(monkeypatch, "kvjax.device.update_step.UpdateStep.__call__", {0: RuntimeError}, "after")
+    plant(monkeypatch, "kvjax.device.steps.update_step.UpdateStep.__call__", {0: RuntimeError}, "after")
     with pytest.raises(RuntimeError):
         engine.step()
     [text] = texts(caplog, logging.WARNING)

@@ -29,7 +29,7 @@ from tests.engine.requests.test_vector_inputs import request_of as vector_reques
 from tests.engine.requests.test_vector_inputs import vectors
 
 NAME = "llama"
-UPDATE_STEP = "kvjax.device.update_step"
+UPDATE_STEP = "kvjax.device.steps.update_step"
 DEVICE_CALLS = (
     f"{UPDATE_STEP}.UpdateStep.__call__",
     f"{UPDATE_STEP}.edit_pages",
@@ -37,7 +37,7 @@ DEVICE_CALLS = (
     "kvjax.engine.step.model_runner.ModelRunner.dispatch",
     "kvjax.engine.step.model_runner.ModelRunner.read",
 )
-EDIT_CALLS = ("kvjax.device.page_edits.copy_pages", "kvjax.device.page_edits.zero_pages")
+EDIT_CALLS = ("kvjax.device.pages.page_edits.copy_pages", "kvjax.device.pages.page_edits.zero_pages")
 HOST_CALLS = (
     "kvjax.engine.scheduling.scheduler.Scheduler.schedule",
     "kvjax.engine.scheduling.scheduler.Scheduler.start",
@@ -366,7 +366,7 @@ INPUTS = {
 @pytest.mark.parametrize(
     ("kind", "target"),
     [
-        ("encoder", "kvjax.device.encoder_step.EncoderStep.__call__"),
+        ("encoder", "kvjax.device.encoder.encoder_step.EncoderStep.__call__"),
         ("vectors", "kvjax.engine.step.model_runner.EmbedBuffer.write"),
         ("vectors", "kvjax.engine.scheduling.running_inputs.RunningInputs.take"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.core import StepPlan
 from kvjax.device import Bucket, Buckets, DeviceBatch
-from kvjax.device.rank_batches import join_batches, pick_bucket_of_ranks
+from kvjax.device.inputs.rank_batches import join_batches, pick_bucket_of_ranks
 from kvjax.engine.sampling.sampler_lines import LineWrite, SamplerSizes, SamplerWrites, TokenWrites
 from kvjax.engine.sampling.sampling_table import SamplingBatch, SamplingTable
 from kvjax.engine.step.loop_parts import check_parts

@@ -1,0 +1,1 @@
+"""Page arrays: made, written, copied, zeroed, and moved between devices and host."""

@@ -1,0 +1,62 @@
+"""Pages: zeros in the shapes of the config's columns, on the devices of the placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.device import create_pages
+from kvjax.device.mesh.placement import Placement
+from kvjax.device.pages.kv_pages import page_shardings
+from tests.device.toy import toy_config
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+def test_pages_are_zeros_of_the_planned_bytes(platform: str, dtype: str) -> None:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype=dtype)
+    pools = (KVCachePoolSpec(5, (spec.page_layout(platform),) * 2), KVCachePoolSpec(3, (spec.page_layout(platform),)))
+    groups = (KVCacheGroupSpec(("a", "b"), spec, 0), KVCacheGroupSpec(("c",), spec, 1))
+    pages = create_pages(KVCacheConfig(pools, groups))
+    assert [len(pool) for pool in pages.pools] == [2, 1]
+    assert [pages.num_pages(i) for i in range(2)] == [5, 3]
+    assert pages.num_bytes == sum(pool.num_blocks * pool.bytes_per_block for pool in pools)
+    for leaf in jax.tree.leaves(pages):
+        assert leaf.dtype == jax.numpy.dtype(dtype)
+        assert not np.asarray(leaf, np.float32).any()
+
+
+def test_a_column_or_pool_can_be_exchanged_alone() -> None:
+    pages = create_pages(toy_config(num_blocks=3))
+    ones = tuple(leaf + 1 for leaf in pages.column(0, 1))
+    changed = pages.with_column(0, 1, ones)
+    assert changed.column(0, 0) is pages.column(0, 0)
+    assert changed.column(0, 1) is ones
+    assert changed.with_pool(0, pages.pools[0]).column(0, 1) is pages.column(0, 1)
+
+
+def test_shardings_split_the_head_axis_only() -> None:
+    for platform, spec in (("cpu", (None, None, "tensor", None)), ("tpu", (None, None, "tensor", None, None))):
+        shardings = page_shardings(toy_config(platform=platform), Placement.create())
+        assert {leaf.spec for leaf in jax.tree.leaves(shardings)} == {PartitionSpec(*spec)}
+
+
+def test_refuses_a_pool_with_too_few_columns() -> None:
+    config = toy_config()
+    pool = replace(config.pools[0], columns=config.pools[0].columns[:1])
+    with pytest.raises(ValueError, match="group 0: expected at least 2 columns in pool 0, got 1"):
+        create_pages(KVCacheConfig((pool,), config.kv_cache_groups))
+
+
+def test_refuses_a_column_of_another_layers_layout() -> None:
+    config = toy_config()
+    other = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32").page_layout("cpu")
+    pool = replace(config.pools[0], columns=(other, other))
+    with pytest.raises(ValueError, match=r"layer 'layers.0': expected pages of PageLayout\(kind='split'"):
+        create_pages(KVCacheConfig((pool,), config.kv_cache_groups))
