@@ -33,7 +33,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvjax.cli.output_files import output_file, require_matplotlib
+from kvjax.cli.running.output_files import output_file, require_matplotlib
 from kvjax.errors import MissingExtraError
 from scripts.lab.bench import driver, roofline
 from scripts.lab.bench.gpu_timing import gpu_clock, measured_peaks

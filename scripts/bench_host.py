@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the cases, from whic
 
 from bench_host_cases.case import BenchCase
 
-from kvjax.cli.output_files import output_file
+from kvjax.cli.running.output_files import output_file
 
 VLLM_MODULES = ("decoding", "pool", "prompts")  # of cases that vLLM has a counterpart of; they need no jax
 MODULES = (*VLLM_MODULES, "engine", "step_inputs")

@@ -40,9 +40,9 @@ from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.device import KVPages, create_pages
 from kvjax.device.pages.page_ops import gather_pages, scatter_pages
 from kvjax.tiers.config import TierConfig
-from kvjax.tiers.tier_worker import PIECE_BYTES
 from kvjax.tiers.tiers import Tiers
 from kvjax.tiers.units import LoadUnits, StoreUnits, TierMeta, UnitKey
+from kvjax.tiers.worker.tier_worker import PIECE_BYTES
 
 LAYERS = 8
 

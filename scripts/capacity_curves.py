@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.arguments import byte_size, non_negative_int, positive_int
-from kvjax.cli.replay_arguments import add_reading_arguments, reading_of
+from kvjax.cli.options.replay import add_reading_arguments, reading_of
+from kvjax.cli.options.types import byte_size, non_negative_int, positive_int
 from kvjax.configs import load_model_config
 from kvjax.replay import (
     ReplayConfig,

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.arguments import int_list, positive_int
-from kvjax.cli.replay_arguments import add_reading_arguments, reading_of
+from kvjax.cli.options.replay import add_reading_arguments, reading_of
+from kvjax.cli.options.types import int_list, positive_int
 from kvjax.configs import load_model_config
 from kvjax.replay import (
     REPLAY_POLICIES,

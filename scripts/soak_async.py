@@ -31,7 +31,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-from kvjax.cli.output_files import output_file
+from kvjax.cli.running.output_files import output_file
 from kvjax.demo import demo_model_path, demo_requests
 from kvjax.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StepOutputs
 from kvjax.models import load_model

@@ -1,10 +1,10 @@
 """Entry of the `kvjax` command: which subcommand, and how its errors are shown.
 
-Flow:    sys.argv -> [main] -> kvjax.cli.<command>.run(args) -> exit status
+Flow:    sys.argv -> [main] -> kvjax.cli.commands.<command>.run(args) -> exit status
 
 A command module has `add_arguments(parser)` and `run(args) -> int | None`. Exit status: 0 done, 1 the command says that
 something failed, 2 bad arguments or input (one line on stderr; a traceback with --debug), 130 interrupted: long work
-reports what is done by then (`kvjax.cli.interrupts`). A warning is a line on stderr too.
+reports what is done by then (`kvjax.cli.running.interrupts`). A warning is a line on stderr too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import warnings
 from collections.abc import Sequence
 
 from kvjax import __version__
-from kvjax.cli.interrupts import INTERRUPTED
 from kvjax.cli.parser import OneLineParser
+from kvjax.cli.running.interrupts import INTERRUPTED
 from kvjax.errors import KVCacheError
 
 COMMANDS = {
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"kvjax: warning: {message}", file=sys.stderr)  # type: ignore[assignment]
-            status = importlib.import_module(f"kvjax.cli.{args.command}").run(args) or 0
+            status = importlib.import_module(f"kvjax.cli.commands.{args.command}").run(args) or 0
         sys.stdout.flush()  # here, where a closed pipe or a full disk is expected
         return status
     except BrokenPipeError:
@@ -79,7 +79,7 @@ def _parser(argv: Sequence[str]) -> OneLineParser:
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if name in argv:
-            importlib.import_module(f"kvjax.cli.{name}").add_arguments(command)
+            importlib.import_module(f"kvjax.cli.commands.{name}").add_arguments(command)
     return parser
 
 

@@ -18,8 +18,8 @@ from kvjax.core.requests.request import Request
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.kv_bytes import kv_bytes
 from kvjax.tiers.connector import LoadResults
-from kvjax.tiers.simulated_worker import Channel
 from kvjax.tiers.units import UnitSizes
+from kvjax.tiers.worker.simulated_worker import Channel
 
 
 @dataclass(frozen=True)

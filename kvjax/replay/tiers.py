@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.tiers.connector import LoadResults
-from kvjax.tiers.host_store import HostStore
-from kvjax.tiers.simulated_worker import Channel, SimulatedDisk, SimulatedWorker
+from kvjax.tiers.scheduler.tier_scheduler import TierScheduler
 from kvjax.tiers.stats import TierStats
-from kvjax.tiers.tier_scheduler import TierScheduler
+from kvjax.tiers.stores.host_store import HostStore
 from kvjax.tiers.units import UnitSizes
+from kvjax.tiers.worker.simulated_worker import Channel, SimulatedDisk, SimulatedWorker
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Flow:    KVCacheManager and engine -> [connector] -> host, disk -> pages
 
-See docs/tiers.md. `kvjax.tiers.tier_worker` loads jax, the rest does not.
+See docs/tiers.md. `kvjax.tiers.worker.tier_worker` loads jax, the rest does not.
 """
 
 from kvjax.tiers.config import TierConfig

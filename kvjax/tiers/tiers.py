@@ -15,15 +15,15 @@ from kvjax.device import KVPages
 from kvjax.device.pages.page_parts import PageParts, WholePages
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.connector import RankConnector, WeightsInUse
-from kvjax.tiers.disk_store import DiskStore
-from kvjax.tiers.host_store import HostStore
-from kvjax.tiers.pace import OwnPace, Pace
-from kvjax.tiers.rank_schedulers import RankTierSchedulers
+from kvjax.tiers.scheduler.rank_schedulers import RankTierSchedulers
+from kvjax.tiers.scheduler.tier_scheduler import DiskIndex, TierScheduler
+from kvjax.tiers.scheduler.transit import UnitsInTransit
 from kvjax.tiers.stats import TierStats
-from kvjax.tiers.tier_scheduler import DiskIndex, TierScheduler
-from kvjax.tiers.tier_worker import TierWorker
-from kvjax.tiers.transit import UnitsInTransit
+from kvjax.tiers.stores.disk_store import DiskStore
+from kvjax.tiers.stores.host_store import HostStore
 from kvjax.tiers.units import UnitSizes
+from kvjax.tiers.worker.pace import OwnPace, Pace
+from kvjax.tiers.worker.tier_worker import TierWorker
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from kvjax.cli.output_files import has_matplotlib
+from kvjax.cli.running.output_files import has_matplotlib
 from scripts.first_light import report
 from scripts.first_light.journal import DONE, Journal
 from scripts.first_light.runner import ROOT, Stage, run

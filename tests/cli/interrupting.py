@@ -11,7 +11,7 @@ ProgressFn = Callable[..., AbstractContextManager[Callable[[int], None]]]
 
 
 def interrupting_after(num_units: int, title: str = "Replaying") -> ProgressFn:
-    """Stands in for `kvjax.cli.progress`: the process gets SIGINT once so many units of the named work are done."""
+    """Stands in for `progress` of a command: the process gets SIGINT once so many units of the named work are done."""
     return _calling_after(num_units, title, lambda: signal.raise_signal(signal.SIGINT))
 
 

@@ -75,13 +75,13 @@ def test_an_interrupt_leaves_the_runs_before_it(
 ) -> None:
     path = tmp_path / "out.json"
     argv = ["bench", "--model", str(model_folder("qwen3")), *SMALL, "--no-hugging-face", "--json", str(path)]
-    monkeypatch.setattr("kvjax.cli.bench.progress", interrupting_after(2, "Measuring"))
+    monkeypatch.setattr("kvjax.cli.commands.bench.progress", interrupting_after(2, "Measuring"))
     assert main(argv) == 130
     captured = capsys.readouterr()
     assert captured.err == "kvjax: interrupted\n"
     assert "interrupted after 1 of 2 runs" in captured.out
     assert len(json.loads(path.read_text())["runs"]) == 1
-    monkeypatch.setattr("kvjax.cli.bench.progress", interrupting_after(0, "Measuring"))
+    monkeypatch.setattr("kvjax.cli.commands.bench.progress", interrupting_after(0, "Measuring"))
     assert main(argv) == 130
     assert capsys.readouterr().out.endswith("interrupted after 0 of 2 runs\n")
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cli import check
+from kvjax.cli.commands import check
 from kvjax.cli.main import main
 from pallas_kernels import ran_on
 from pallas_kernels.cases.case import Arguments, Results

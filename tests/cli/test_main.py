@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvjax import __version__
-from kvjax.cli.arguments import add_fields, non_negative_float, positive_float, positive_int, read_fields
-from kvjax.cli.interrupts import interruptible
 from kvjax.cli.main import COMMANDS, main
+from kvjax.cli.options.types import add_fields, non_negative_float, positive_float, positive_int, read_fields
+from kvjax.cli.running.interrupts import interruptible
 from kvjax.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def test_debug_shows_the_traceback(argv: list[str]) -> None:
 
 def test_module_runs_and_neither_plan_nor_replay_loads_jax() -> None:
     code = (
-        "import os, sys, kvjax.cli.plan, kvjax.cli.replay; from kvjax.cli.main import main; "
+        "import os, sys, kvjax.cli.commands.plan, kvjax.cli.commands.replay; from kvjax.cli.main import main; "
         "main(['plan', 'qwen3-8b', '--memory', '8GiB', '--json', os.devnull]); "
         "sys.exit(sum(name in sys.modules for name in ('jax', 'flax', 'matplotlib', 'tqdm')))"
     )
@@ -58,7 +58,8 @@ def test_a_closed_pipe_ends_quietly() -> None:
 def test_what_the_terminal_cannot_show_is_replaced() -> None:
     code = (
         "import sys; from unittest import mock; from kvjax.cli.main import main; "
-        "run = lambda args: print('\u2588 held'); sys.exit(mock.patch('kvjax.cli.plan.run', run)(main)(['plan']))"
+        "run = lambda args: print('\u2588 held'); "
+        "sys.exit(mock.patch('kvjax.cli.commands.plan.run', run)(main)(['plan']))"
     )
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=environment)
@@ -163,7 +164,7 @@ def test_errors_have_a_status_and_one_line(
     def fail(args: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr("kvjax.cli.plan.run", fail)
+    monkeypatch.setattr("kvjax.cli.commands.plan.run", fail)
     assert main(["plan", "qwen3-8b"]) == status
     assert capsys.readouterr().err == message
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
+from kvjax.cli.running.output_files import has_matplotlib, output_file, require_matplotlib
 from kvjax.errors import MissingExtraError
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvjax.cli.progress import progress
+from kvjax.cli.running.progress import progress
 
 
 def test_nothing_is_drawn_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli.main import main
-from kvjax.cli.replay_arguments import add_tier_arguments as add_replay_tiers
-from kvjax.cli.replay_arguments import tiers_of
-from kvjax.cli.tier_arguments import add_tier_arguments, read_tiers
+from kvjax.cli.options.replay import add_tier_arguments as add_replay_tiers
+from kvjax.cli.options.replay import tiers_of
+from kvjax.cli.options.tiers import add_tier_arguments, read_tiers
 from kvjax.tiers.config import TierConfig
 from tests.models.golden_models import model_folder
 

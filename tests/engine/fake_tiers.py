@@ -14,8 +14,8 @@ import numpy as np
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.tiers.connector import ConnectorOutput
-from kvjax.tiers.host_store import HostStore
-from kvjax.tiers.tier_scheduler import TierScheduler
+from kvjax.tiers.scheduler.tier_scheduler import TierScheduler
+from kvjax.tiers.stores.host_store import HostStore
 from kvjax.tiers.units import LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitSizes
 
 

@@ -28,7 +28,7 @@ def test_seeds_cover_all_cases_in_time() -> None:
 
 def test_what_there_is_no_time_for_is_left_out_and_counted() -> None:
     options = ["-q", "-p", "no:cacheprovider", "-m", "sweep", "--sweep-slice", "3f2a", "--sweep-seconds", "0"]
-    command = [sys.executable, "-m", "pytest", *options, "tests/tiers/test_host_store.py"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/tiers/stores/test_host_store.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     count = 400 // SHARE
     assert f"sweep slice of 3f2a: 0 cases in 0 s of all processes, {count} left out after 0 s" in run.stdout

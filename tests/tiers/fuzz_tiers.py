@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.tiers.test_tier_scheduler import POLICIES, SETUPS
+from tests.tiers.scheduler.test_tier_scheduler import POLICIES, SETUPS
 from tests.tiers.tiered_world import TieredWorld
 
 STEPS = 100  # of one world

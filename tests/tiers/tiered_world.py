@@ -26,10 +26,10 @@ import numpy as np
 from kvjax.core import KVCacheManager, Request
 from kvjax.core.eviction.probation_policy import ProbationPolicy
 from kvjax.tiers.connector import ConnectorOutput, LoadResults
-from kvjax.tiers.host_store import HostStore
-from kvjax.tiers.rank_schedulers import RankTierSchedulers
-from kvjax.tiers.tier_scheduler import TierScheduler
-from kvjax.tiers.transit import UnitsInTransit
+from kvjax.tiers.scheduler.rank_schedulers import RankTierSchedulers
+from kvjax.tiers.scheduler.tier_scheduler import TierScheduler
+from kvjax.tiers.scheduler.transit import UnitsInTransit
+from kvjax.tiers.stores.host_store import HostStore
 from kvjax.tiers.units import LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitSizes
 from tests.core.manager.manager_lockstep import config_of
 from tests.core.manager.naive_manager import NaiveGroup

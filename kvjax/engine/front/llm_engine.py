@@ -60,7 +60,7 @@ from kvjax.engine.step.rank_loops import RankLoops, RankSchedulers
 from kvjax.errors import UnknownRequestError
 from kvjax.models import LoadedModel, StreamingWindow, load_model
 from kvjax.tiers.connector import KVConnector
-from kvjax.tiers.process_tiers import make_tiers
+from kvjax.tiers.processes.process_tiers import make_tiers
 
 
 class LLMEngine(EngineLifeCycle):

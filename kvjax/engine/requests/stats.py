@@ -1,6 +1,6 @@
 """What a request and a step cost: values for reports, tests and plots.
 
-Flow:    Scheduler, LLMEngine -> [RequestStats, StepStats] -> kvjax.cli.generate, or any monitoring
+Flow:    Scheduler, LLMEngine -> [RequestStats, StepStats] -> kvjax.cli.commands.generate, or any monitoring
 
 Times are seconds of a monotonic clock that the engine's owner may choose.
 """

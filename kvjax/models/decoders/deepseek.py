@@ -10,11 +10,11 @@ from flax import nnx
 
 from kvjax.models.configs.deepseek import DeepseekConfig
 from kvjax.models.decoders.llama import dense_part
+from kvjax.models.layers.attention.latent import LatentAttention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import SparseFeedForward
 from kvjax.models.layers.feed_forward import FeedForward
-from kvjax.models.layers.latent_attention import LatentAttention
 from kvjax.models.layers.make import Make
 
 

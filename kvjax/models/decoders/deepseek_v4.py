@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models.configs.deepseek_v4 import DeepseekV4Config
-from kvjax.models.layers.compressed_attention import CompressedAttention
+from kvjax.models.layers.attention.compressed import CompressedAttention
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import Experts, Router, expert_weights, router_logits, router_scores
 from kvjax.models.layers.feed_forward import FeedForward

@@ -10,7 +10,7 @@ from flax import nnx
 
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
 from kvjax.models.decoders.llama import dense_part
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.blocks import SandwichNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.make import Make

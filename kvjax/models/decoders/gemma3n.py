@@ -16,7 +16,7 @@ from flax import nnx
 
 from kvjax.models.configs.gemma3n import Gemma3nConfig
 from kvjax.models.layers.altup import AltUp, merge_streams, split_streams
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.feed_forward import ACTIVATIONS
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make

@@ -15,7 +15,7 @@ from flax import nnx
 
 from kvjax.models.configs.experts import ROWS, ExpertsConfig
 from kvjax.models.configs.gemma4 import Gemma4Config
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.experts import Experts, choose_experts
 from kvjax.models.layers.feed_forward import FeedForward
 from kvjax.models.layers.forward_step import ForwardStep

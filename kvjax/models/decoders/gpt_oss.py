@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models.configs.gpt_oss import GptOssConfig
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import ExpertParam, choose_experts, run_experts

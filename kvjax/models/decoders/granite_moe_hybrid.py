@@ -15,13 +15,13 @@ from flax import nnx
 from kvjax.models.config import RECURRENT
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.configs.granite_moe_hybrid import GraniteMoeHybridConfig
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import Experts, Router
 from kvjax.models.layers.feed_forward import FeedForward
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
-from kvjax.models.layers.mamba import Mamba2
+from kvjax.models.layers.recurrent.mamba import Mamba2
 from kvjax.models.tensor_sources import Part, TensorSource, Whole
 
 

@@ -14,13 +14,13 @@ from flax import nnx
 from kvjax.models.config import RECURRENT
 from kvjax.models.configs.jamba import JambaConfig
 from kvjax.models.decoders.llama import dense_part
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import SparseFeedForward
 from kvjax.models.layers.feed_forward import FeedForward
 from kvjax.models.layers.make import Make
-from kvjax.models.layers.mamba import Mamba1
+from kvjax.models.layers.recurrent.mamba import Mamba1
 
 _TENSOR_NAMES = {"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"}
 

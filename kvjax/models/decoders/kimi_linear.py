@@ -14,11 +14,11 @@ from flax import nnx
 from kvjax.models.config import FULL
 from kvjax.models.configs.kimi_linear import KimiLinearConfig
 from kvjax.models.decoders.deepseek import feed_forward_part
+from kvjax.models.layers.attention.latent import LatentAttention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
-from kvjax.models.layers.delta import KimiDeltaAttention
-from kvjax.models.layers.latent_attention import LatentAttention
 from kvjax.models.layers.make import Make
+from kvjax.models.layers.recurrent.delta import KimiDeltaAttention
 
 
 class KimiLinearDecoder(Decoder):

@@ -12,7 +12,7 @@ from flax import nnx
 
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
 from kvjax.models.configs.decoder import DecoderConfig
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.feed_forward import FeedForward

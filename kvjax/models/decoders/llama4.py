@@ -16,7 +16,7 @@ from flax import nnx
 from kvjax.models.configs.experts import COLUMNS
 from kvjax.models.configs.llama4 import Llama4Config, TemperatureConfig
 from kvjax.models.decoders.llama import dense_part
-from kvjax.models.layers.attention import attention_options
+from kvjax.models.layers.attention.grouped_query import attention_options
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import Experts, choose_experts

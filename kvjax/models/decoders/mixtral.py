@@ -12,7 +12,7 @@ from typing import ClassVar
 from flax import nnx
 
 from kvjax.models.configs.mixtral import MixtralConfig
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import SparseFeedForward

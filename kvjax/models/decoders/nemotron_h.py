@@ -14,13 +14,13 @@ from flax import nnx
 
 from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.nemotron_h import NemotronHConfig
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import PlainExperts, Router
 from kvjax.models.layers.feed_forward import PlainFeedForward
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
-from kvjax.models.layers.mamba import Mamba2
+from kvjax.models.layers.recurrent.mamba import Mamba2
 
 
 class LatentExperts(nnx.Module):

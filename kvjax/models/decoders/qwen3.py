@@ -10,7 +10,7 @@ from flax import nnx
 
 from kvjax.models.configs.qwen3 import Qwen3MoeConfig
 from kvjax.models.decoders.llama import LlamaDecoder, dense_part
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import SparseFeedForward

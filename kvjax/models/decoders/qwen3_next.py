@@ -17,13 +17,13 @@ from kvjax.models.config import RECURRENT
 from kvjax.models.configs.experts import APART, ROWS, ExpertsConfig
 from kvjax.models.configs.qwen3_next import Qwen3_5Config
 from kvjax.models.decoders.llama import dense_part
-from kvjax.models.layers.attention import Attention
+from kvjax.models.layers.attention.grouped_query import Attention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
-from kvjax.models.layers.delta import GatedDeltaNet
 from kvjax.models.layers.experts import SparseFeedForward
 from kvjax.models.layers.feed_forward import FeedForward
 from kvjax.models.layers.make import Make
+from kvjax.models.layers.recurrent.delta import GatedDeltaNet
 from kvjax.models.tensor_sources import Rows, TensorSource, Whole
 
 

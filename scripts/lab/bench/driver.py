@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cli.output_files import output_file
+from kvjax.cli.running.output_files import output_file
 from pallas_kernels.cases.case import Case, Step
 from pallas_kernels.cases.find import case_types
 from scripts.lab.bench import measure, report

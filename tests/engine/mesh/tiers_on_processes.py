@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from kvjax.device.mesh.processes import ProcessBoard
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.tiers.config import TierConfig
-from kvjax.tiers.process_tiers import ProcessTiers
+from kvjax.tiers.processes.process_tiers import ProcessTiers
 from kvjax.tiers.stats import TierStats
 from tests.models.golden_models import goldens_of
 

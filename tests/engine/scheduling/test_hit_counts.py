@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvjax.cli.generate_report import totals
+from kvjax.cli.generate.report import totals
 from kvjax.core import MissReasons, PrefixCacheStats, Request
 from tests.engine.fake_model import FakeEngine
 from tests.engine.fake_tiers import FakeTiers

@@ -22,18 +22,18 @@ from kvjax.engine.scheduling.scheduler import Scheduler
 from kvjax.engine.step.agreement import describe
 from kvjax.engine.step.host_loop import HostStep
 from kvjax.engine.step.rank_loops import RankSteps
-from kvjax.tiers.common_index import CommonIndex
-from kvjax.tiers.common_pace import CommonPace
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.connector import RankConnector
-from kvjax.tiers.process_tiers import HomeSchedulers, HomeWorkers
-from kvjax.tiers.reports import Reports
+from kvjax.tiers.processes.common_index import CommonIndex
+from kvjax.tiers.processes.common_pace import CommonPace
+from kvjax.tiers.processes.process_tiers import HomeSchedulers, HomeWorkers
+from kvjax.tiers.processes.reports import Reports
 from kvjax.tiers.tiers import Tiers, TierShare
 from kvjax.tiers.units import TierMeta
 from tests.engine.engines import assert_no_leak
 from tests.engine.step.test_tiers import GREEDY, compiled, config_of
 from tests.models.golden_models import goldens_of
-from tests.tiers.fake_board import FakeBoard
+from tests.tiers.processes.fake_board import FakeBoard
 
 TIMEOUT_S = 0.2  # where threads hang
 

@@ -1,0 +1,220 @@
+"""`kvjax bench`: how fast the engine runs a model here, where a step's time goes, and Hugging Face next to it.
+
+Flow:    arguments -> [run] -> kvjax.bench -> tables, JSON
+
+Every figure is measured in the run that prints it. Where torch and transformers are installed, `generate` of Hugging
+Face runs the same prompts in a process of its own, in turns with the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.bench.hugging_face import HuggingFaceProcess
+from kvjax.bench.measure import EngineRun, Speeds, measure_engine, measure_hugging_face
+from kvjax.bench.report import BenchResult, WarmUp, bench_json, bench_text
+from kvjax.bench.workload import Workload
+from kvjax.cli.options.pool_size import ample_blocks
+from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
+from kvjax.cli.options.types import non_negative_int, positive_int
+from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
+from kvjax.cli.running.output_files import output_file
+from kvjax.cli.running.progress import progress
+from kvjax.cli.running.start_up import add_start_arguments, start_jax
+from kvjax.core.spec import cdiv
+from kvjax.demo import demo_model_path, demo_requests
+from kvjax.engine import EngineConfig, SamplingParams, SpeculativeConfig
+from kvjax.models.configs.keys import WEIGHT_DTYPES
+
+if TYPE_CHECKING:
+    from kvjax.engine import LLMEngine
+    from kvjax.models import LoadedModel
+
+MAX_BUCKETS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `kvjax bench`."""
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the demo model)")
+    what.add_argument("--dtype", choices=WEIGHT_DTYPES, help="of weights and cache (default: the checkpoint's own)")
+    what.add_argument("--batch", type=positive_int, default=16, metavar="N", help="requests at once (16)")
+    what.add_argument("--prompt-len", type=positive_int, default=256, metavar="N", help="tokens of each prompt (256)")
+    what.add_argument("--new-tokens", type=positive_int, default=64, metavar="N", help="of each, at least 2 (64)")
+    what.add_argument(
+        "--shared-len",
+        type=non_negative_int,
+        metavar="N",
+        help="first tokens that all prompts of the prefix-cache workload have in common (default: half of a prompt)",
+    )
+    what.add_argument("--runs", type=positive_int, default=3, metavar="N", help="of which the median is shown (3)")
+    how = parser.add_argument_group("how the engine runs")
+    how.add_argument("--block-size", type=positive_int, metavar="N", help="tokens per block (default: the model's)")
+    how.add_argument("--num-blocks", type=positive_int, metavar="N", help="blocks of a pool (default: ample)")
+    how.add_argument(
+        "--max-num-batched-tokens", type=positive_int, default=512, metavar="N", help="tokens of a step (512)"
+    )
+    how.add_argument(
+        "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
+    )
+    add_speculation_arguments(how)
+    add_start_arguments(how)
+    other = parser.add_argument_group("Hugging Face")
+    other.add_argument("--no-hugging-face", action="store_true", help="measure the engine alone")
+    other.add_argument(
+        "--hf-python", metavar="PYTHON", help="interpreter with torch and transformers (default: this one, if it has)"
+    )
+    other.add_argument("--hf-threads", type=positive_int, metavar="N", help="threads of torch (default: all cores)")
+    out = parser.add_argument_group("what to show")
+    out.add_argument("--json", type=output_file, metavar="FILE", help="write all figures, every run's too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints, after an interrupt the whole runs by then; 0, or that one came.
+
+    Raises:
+        ValueError: sizes that cannot be.
+        ConfigError, CheckpointError: the folder holds no model that can be loaded.
+        MissingExtraError: `--hf-python` lacks torch or transformers.
+        RuntimeError: the process of Hugging Face ended.
+    """
+    from kvjax.engine import LLMEngine
+    from kvjax.models import load_model
+
+    speculative = read_speculation(args)
+    mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
+    folder = demo_model_path() if args.model is None else args.model
+    model = load_model(folder, args.dtype, mesh)
+    workload = _workload(args, model)
+    draft_model = None if args.draft_model is None else load_model(args.draft_model, args.dtype, mesh)
+    engine = LLMEngine(model, _engine_config(args, model, speculative), mesh=mesh, draft_model=draft_model)
+    engine.check_request(workload.prompts[0], SamplingParams(max_tokens=args.new_tokens))
+    with ExitStack() as stack:
+        baseline = _baseline(args, folder, model.config.dtype, stack)
+        print("\n".join(_about(args, engine, baseline)), flush=True)
+        warmup = _warm_up(engine)
+        runs, others = _measure(args, engine, workload, baseline)
+        versions = {} if baseline is None else baseline.versions
+    if len(runs) < args.runs:
+        print(f"interrupted after {len(runs)} of {args.runs} runs")
+        if not runs:
+            return INTERRUPTED
+    result = BenchResult(workload, warmup, runs, others, versions)
+    print(bench_text(result))
+    if args.json is not None:
+        settings = {"model": "demo" if args.model is None else str(args.model), "weights": model.config.dtype}
+        report = {"config": settings | {"devices": args.devices, **asdict(engine.config)}, **bench_json(result)}
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"\nReport written to {args.json}")
+    return 0 if len(runs) == args.runs else INTERRUPTED
+
+
+def _workload(args: argparse.Namespace, model: LoadedModel) -> Workload:
+    """Text of the demo's conversations where the model has a tokenizer, else random tokens."""
+    text: list[int] = []
+    if model.tokenizer is not None:
+        text = [int(token) for one in demo_requests() for token in model.tokenizer.encode(one.prompt)]
+    return Workload.make(
+        model.config.vocab_size,
+        text,
+        batch=args.batch,
+        prompt_len=args.prompt_len,
+        num_new_tokens=args.new_tokens,
+        shared_len=args.prompt_len // 2 if args.shared_len is None else args.shared_len,
+    )
+
+
+def _engine_config(args: argparse.Namespace, model: LoadedModel, speculative: SpeculativeConfig | None) -> EngineConfig:
+    block_size = args.block_size or model.config.default_block_size
+    longest = args.prompt_len + args.new_tokens
+    max_model_len = max(min(cdiv(longest, block_size) * block_size, model.config.max_model_len), longest)
+    num_tokens = max(args.max_num_batched_tokens, args.batch)
+    num_blocks = args.num_blocks or ample_blocks(
+        model,
+        block_size=args.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=args.batch,
+        max_in_flight_tokens=num_tokens * (2 if args.async_scheduling else 1),
+    )
+    return EngineConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=args.batch,
+        max_num_batched_tokens=num_tokens,
+        async_scheduling=args.async_scheduling,
+        max_buckets=MAX_BUCKETS,
+        speculative=speculative,
+    )
+
+
+def _baseline(args: argparse.Namespace, folder: Path, dtype: str, stack: ExitStack) -> HuggingFaceProcess | None:
+    """Hugging Face with the same weights; None where it is not wanted, or not installed and not asked for."""
+    if args.no_hugging_face:
+        return None
+    if args.hf_python is None and not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        return None
+    threads = args.hf_threads or _num_cores()
+    process = HuggingFaceProcess(folder, python=args.hf_python or sys.executable, dtype=dtype, num_threads=threads)
+    return stack.enter_context(process)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _about(args: argparse.Namespace, engine: LLMEngine, baseline: HuggingFaceProcess | None) -> list[str]:
+    model, config = engine.model.config, engine.config
+    name = "the demo model" if args.model is None else str(args.model)
+    lines = [
+        f"Model   {name}: {model.architecture}, {model.num_layers} layers, {model.dtype}",
+        f"Work    {args.batch} requests of {args.prompt_len} prompt and {args.new_tokens} new tokens; steps of at most "
+        f"{config.max_num_batched_tokens} tokens, {'two in flight' if config.async_scheduling else 'one at a time'}, "
+        f"{args.devices} device{'s' if args.devices > 1 else ''}; median of {args.runs}",
+    ]
+    if config.speculative is not None:
+        how = "by prompt lookup" if args.draft_model is None else f"by {args.draft_model}"
+        lines.append(f"Drafts  at most {config.num_drafts} a request and step, {how}")
+    if baseline is None and not args.no_hugging_face:
+        lines.append("HF      not compared: torch and transformers are not installed here (see --hf-python)")
+    return lines
+
+
+def _warm_up(engine: LLMEngine) -> WarmUp:
+    from kvjax.device import count_compilations
+
+    start = time.perf_counter()
+    with count_compilations() as programs, progress("Compiling", engine.num_buckets, "shape") as advance:
+        engine.warmup(advance)
+    return WarmUp(engine.num_buckets, time.perf_counter() - start, programs.num_programs, programs.num_cached)
+
+
+def _measure(
+    args: argparse.Namespace, engine: LLMEngine, workload: Workload, baseline: HuggingFaceProcess | None
+) -> tuple[list[EngineRun], list[Speeds]]:
+    """The runs of both, in turns; a first run of each is not counted."""
+    runs: list[EngineRun] = []
+    others: list[Speeds] = []
+    with interruptible() as should_stop, progress("Measuring", args.runs + 1, "run") as advance:
+        for number in range(args.runs + 1):
+            mine = measure_engine(engine, workload)
+            theirs = None if baseline is None else measure_hugging_face(baseline, workload)
+            if should_stop():
+                break
+            if number:
+                runs.append(mine)
+                others += [] if theirs is None else [theirs]
+            advance(1)
+    return runs, others

@@ -1,0 +1,344 @@
+"""`kvjax generate`: prompts to text with the reference engine, and what the cache did meanwhile.
+
+Flow:    arguments -> [run] -> LLMEngine steps -> text as it comes -> tables, picture of the pools, PNG, JSON
+
+Many requests run at once, but their text is printed one request after the other in the order of the prompts: the
+first unfinished one live, the others as soon as it is their turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.cli.generate.plot import save_pool_plot
+from kvjax.cli.generate.prompt_inputs import read_inputs
+from kvjax.cli.generate.prompts import NamedPrompt, read_prompts, samples_of
+from kvjax.cli.generate.report import report_json, request_table, totals, totals_lines
+from kvjax.cli.generate.stream import OrderedTextPrinter
+from kvjax.cli.generate.token_text import token_id_text
+from kvjax.cli.options.pool_size import ample_blocks
+from kvjax.cli.options.rules import add_rules_argument, release_of
+from kvjax.cli.options.sampling import add_sampling_arguments, read_sampling
+from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
+from kvjax.cli.options.tiers import add_tier_arguments, read_tiers
+from kvjax.cli.options.types import byte_size, positive_int
+from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
+from kvjax.cli.running.output_files import has_matplotlib, output_file, require_matplotlib
+from kvjax.cli.running.progress import progress
+from kvjax.cli.running.start_up import add_start_arguments, start_jax
+from kvjax.core.eviction import EVICTION_POLICIES
+from kvjax.core.kinds.sliding_window import SlidingWindowSpec
+from kvjax.core.spec import cdiv
+from kvjax.demo import demo_model_path
+from kvjax.engine import EngineConfig, FinishReason, SpeculativeConfig
+from kvjax.engine.front.pool_picture import pool_picture
+from kvjax.models.config import StreamingWindow
+from kvjax.models.configs.keys import WEIGHT_DTYPES
+from kvjax.replay.misses import miss_table
+from kvjax.text import count_of, format_bytes
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from kvjax.engine import GenerationResult, LLMEngine
+    from kvjax.models import LoadedModel
+
+DEFAULT_PLOT = Path("kvjax-generate.png")
+MAX_BUCKETS = 8  # compiling a step takes a second or so; a run from the command line is short
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `kvjax generate`."""
+    what = parser.add_argument_group("what to generate")
+    what.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the demo model)")
+    what.add_argument("--dtype", choices=WEIGHT_DTYPES, help="of weights and cache (default: the checkpoint's own)")
+    what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    what.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='a prompt a line, or .jsonl with {"prompt": ... or "prompt_token_ids": ..., "name": ..., "inputs": .npz}',
+    )
+    what.add_argument("--max-tokens", type=positive_int, default=96, metavar="N", help="tokens per request (96)")
+    what.add_argument(
+        "--n",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="samples of each prompt (1), which compute it once; those after the first are NAME.1, NAME.2, ...",
+    )
+    add_sampling_arguments(what)
+    how = parser.add_argument_group("how the engine runs")
+    how.add_argument("--block-size", type=positive_int, metavar="N", help="tokens per block (default: the model's)")
+    size = how.add_mutually_exclusive_group()
+    size.add_argument(
+        "--num-blocks", type=positive_int, metavar="N", help="blocks of a pool, null block included (default: fits)"
+    )
+    size.add_argument("--memory", type=byte_size, metavar="BYTES", help="size of the cache, such as 512MiB")
+    how.add_argument("--max-model-len", type=positive_int, metavar="N", help="longest request (default: what is asked)")
+    how.add_argument(
+        "--window", type=positive_int, metavar="N", help="let full attention see the last N tokens only (StreamingLLM)"
+    )
+    how.add_argument(
+        "--sink-tokens", type=int, default=4, metavar="N", help="and the first N, which it needs to stay stable (4)"
+    )
+    how.add_argument("--max-num-seqs", type=positive_int, default=8, metavar="N", help="requests at once (8)")
+    how.add_argument(
+        "--max-num-batched-tokens", type=positive_int, default=128, metavar="N", help="tokens of a step (128)"
+    )
+    how.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    how.add_argument(
+        "--sub-block-hits", action="store_true", help="let a prefix hit end inside a block, whose page is then copied"
+    )
+    how.add_argument(
+        "--policy",
+        choices=EVICTION_POLICIES,
+        default=argparse.SUPPRESS,
+        help=f"which free block to use next (default: {EngineConfig.eviction_policy})",
+    )
+    add_rules_argument(how, ["policy"])
+    how.add_argument(
+        "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
+    )
+    add_speculation_arguments(how)
+    add_tier_arguments(how)
+    add_start_arguments(how)
+    out = parser.add_argument_group("what to show")
+    out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
+    out.add_argument("--miss-reasons", action="store_true", help="say why prompt tokens were not found cached")
+    out.add_argument("--json", type=output_file, metavar="FILE", help="write requests, steps and totals")
+    plot = out.add_mutually_exclusive_group()
+    plot.add_argument(
+        "--plot", type=output_file, metavar="FILE", help=f"PNG of the pools ({DEFAULT_PLOT}, with matplotlib)"
+    )
+    plot.add_argument("--no-plot", action="store_true", help="write no PNG")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates and reports, after an interrupt what there is by then; 0, or that one came.
+
+    Raises:
+        ValueError: prompts, limits or sampling parameters that cannot be.
+        ConfigError, CheckpointError: the folder holds no model that can be loaded.
+        MissingExtraError: an optional dependency that was asked for is not installed.
+    """
+    prompts = read_prompts(args.prompt, args.prompts)
+    samples = samples_of(prompts, args.n)
+    plot_path = _plot_path(args)
+    speculative = read_speculation(args)
+    params = read_sampling(args, len(prompts))
+    model, mesh = _load(args)
+    draft_model = _load_draft_model(args, mesh)
+    token_ids = [_token_ids(model, prompt) for prompt in prompts]
+    inputs = [{} if prompt.inputs is None else read_inputs(prompt.inputs) for prompt in prompts]
+    config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens, speculative)
+    engine = _make_engine(model, config, mesh, draft_model)
+    if model.tokenizer is not None and not args.quiet:
+        params = [replace(one, stream_text=True) for one in params]
+    requests = list(zip(prompts, token_ids, params, inputs, strict=True))
+    for prompt, ids, one, given in requests:
+        engine.check_request(ids, one, prompt.name, **given)
+    print("\n".join(_about(engine, args, len(samples))), flush=True)
+    _warm_up(engine)
+    for prompt, ids, one, given in requests:
+        engine.add_request(ids, one, request_id=prompt.name, **given)
+    start = time.perf_counter()
+    printer = OrderedTextPrinter(samples, None if args.quiet else sys.stdout)
+    results = _generate(engine, samples, printer, args.quiet)
+    wall_s = time.perf_counter() - start
+    if engine.connector is not None:
+        engine.save_cache()
+        engine.connector.close()
+    num_aborted = sum(result.finish_reason is FinishReason.ABORT for result in results.values())
+    if num_aborted:
+        print(f"interrupted when {len(results) - num_aborted:,} of {count_of(len(results), 'request')} had ended\n")
+    _report(engine, results, printer.texts, wall_s, args, plot_path)
+    return INTERRUPTED if num_aborted else 0
+
+
+def _plot_path(args: argparse.Namespace) -> Path | None:
+    """Where the PNG goes; None: no plot. One that nobody asked for is left out where it cannot be drawn or written."""
+    if args.no_plot:
+        return None
+    if args.plot is not None:
+        require_matplotlib("--plot")
+        return args.plot
+    return DEFAULT_PLOT if has_matplotlib() and os.access(DEFAULT_PLOT.parent, os.W_OK) else None
+
+
+def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
+    """The model, and the mesh that its heads are split over."""
+    from kvjax.models import load_model
+
+    mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
+    folder = demo_model_path() if args.model is None else args.model
+    streaming = None if args.window is None else StreamingWindow(size=args.window, num_sink_tokens=args.sink_tokens)
+    model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len, streaming=streaming)
+    return model, mesh
+
+
+def _token_ids(model: LoadedModel, prompt: NamedPrompt) -> Sequence[int]:
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if model.tokenizer is None:
+        raise ValueError(
+            f"expected prompt_token_ids in a .jsonl file, got the text {prompt.text[:40]!r}: {model.no_tokenizer}"
+        )
+    return model.tokenizer.encode(prompt.text)
+
+
+def _load_draft_model(args: argparse.Namespace, mesh: Mesh | None) -> LoadedModel | None:
+    from kvjax.models import load_model
+
+    return None if args.draft_model is None else load_model(args.draft_model, args.dtype, mesh)
+
+
+def _engine_config(
+    args: argparse.Namespace, model: LoadedModel, longest: int, speculative: SpeculativeConfig | None = None
+) -> EngineConfig:
+    """The engine's settings for requests of at most `longest` tokens."""
+    block_size = args.block_size or model.config.default_block_size
+    max_model_len = args.max_model_len or min(cdiv(longest, block_size) * block_size, model.config.max_model_len)
+    return EngineConfig(
+        block_size=block_size,
+        num_blocks=None if args.memory else args.num_blocks or _ample_blocks(args, model, max_model_len),
+        memory_bytes=args.memory,
+        max_model_len=max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=max(args.max_num_batched_tokens, args.max_num_seqs),
+        enable_prefix_caching=not args.no_prefix_caching,
+        sub_block_hits=args.sub_block_hits,
+        eviction_policy=getattr(args, "policy", EngineConfig.eviction_policy),
+        release=release_of(args, ["policy"]),
+        miss_reasons=args.miss_reasons,
+        seed=args.seed,
+        async_scheduling=args.async_scheduling,
+        max_buckets=MAX_BUCKETS,
+        speculative=speculative,
+        tiers=read_tiers(args),
+    )
+
+
+def _ample_blocks(args: argparse.Namespace, model: LoadedModel, max_model_len: int) -> int:
+    in_flight = max(args.max_num_batched_tokens, args.max_num_seqs) * (2 if args.async_scheduling else 1)
+    sizes = {"block_size": args.block_size, "max_model_len": max_model_len, "max_num_seqs": args.max_num_seqs}
+    return ample_blocks(model, **sizes, max_in_flight_tokens=in_flight)
+
+
+def _make_engine(
+    model: LoadedModel, config: EngineConfig, mesh: Mesh | None, draft_model: LoadedModel | None
+) -> LLMEngine:
+    from kvjax.engine import LLMEngine
+
+    return LLMEngine(model, config, mesh=mesh, draft_model=draft_model)
+
+
+def _local_layers(engine: LLMEngine) -> Iterator[str]:
+    """How many layers have a cache other than full attention's, by kind."""
+    counts = Counter[str]()
+    for group in engine.plan.config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        window = f" with a window of {spec.sliding_window}" if isinstance(spec, SlidingWindowSpec) else None
+        if window is not None and spec.num_sink_tokens:
+            window += f" and the first {spec.num_sink_tokens}"
+        counts[window or f" of kind {spec.kind}"] += len(group.layer_names) * (spec.kind != "full_attention")
+    return (f"{count}{words}" for words, count in counts.items() if count)
+
+
+def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> Iterator[str]:
+    """What runs, in a few lines."""
+    model, config = engine.model.config, engine.config
+    layers = ", ".join([f"{model.num_layers} layers", *_local_layers(engine)])
+    name = "the demo model" if args.model is None else str(args.model)
+    yield f"Model   {name}: {model.architecture}, {layers}, vocabulary {model.vocab_size:,}"
+    caching = "on" if config.enable_prefix_caching else "off"
+    caching += ", also inside blocks" if config.sub_block_hits else ""
+    caching += f", {config.eviction_policy} eviction" if config.eviction_policy != EngineConfig.eviction_policy else ""
+    caching += f", rules of vLLM {config.release}" if config.release is not None else ""
+    for pool in engine.plan.pools:
+        sizes = sorted({engine.plan.groups[i].spec.block_size for i in pool.group_ids})
+        yield (
+            f"Pool {pool.pool_id}  {pool.num_blocks - 1:,} blocks of {' or '.join(map(str, sizes))} tokens for "
+            f"{len(pool.group_ids)} block tables, {format_bytes(pool.total_bytes)} a device; prefix caching {caching}"
+        )
+    yield (
+        f"Engine  {num_requests} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a "
+        f"step, {args.devices} device{'s' if args.devices > 1 else ''}"
+    )
+    if config.speculative is not None:
+        how = "by prompt lookup" if args.draft_model is None else f"by {args.draft_model}"
+        yield f"Drafts  at most {config.num_drafts} a request and step, {how}"
+
+
+def _warm_up(engine: LLMEngine) -> None:
+    start = time.perf_counter()
+    with progress("Compiling", engine.num_buckets, "shape") as advance:
+        engine.warmup(advance)
+    print(f"Warm-up {engine.num_buckets} step shapes compiled in {time.perf_counter() - start:.1f} s\n", flush=True)
+
+
+def _generate(
+    engine: LLMEngine, samples: Sequence[NamedPrompt], printer: OrderedTextPrinter, quiet: bool
+) -> dict[str, GenerationResult]:
+    """Results by name, in the order of the prompts and their samples; an interrupt aborts what is unfinished then."""
+    results: dict[str, GenerationResult] = {}
+    with (
+        interruptible() as should_stop,
+        progress("Generating", len(samples), "request", enabled=quiet) as advance,
+    ):
+        while len(results) < len(samples) and not should_stop():
+            for output in engine.step():
+                if engine.model.tokenizer is None:
+                    printer.push(output.request_id, token_id_text([output.token_id]))
+                elif output.text is not None:
+                    printer.push(output.request_id, output.text)
+                if output.result is not None:
+                    results[output.request_id] = output.result
+                    printer.end(output.request_id, _text_of(output.result))
+                    advance(1)
+    if len(results) < len(samples):
+        for sample in samples:
+            if sample.name not in results:
+                results[sample.name] = engine.abort(sample.name)
+                printer.end(sample.name, _text_of(results[sample.name]))
+        engine.step()  # reads a step in flight, so that the steps' sums are the requests'
+    return {sample.name: results[sample.name] for sample in samples}
+
+
+def _text_of(result: GenerationResult) -> str:
+    return token_id_text(result.output_token_ids) if result.text is None else result.text
+
+
+def _report(
+    engine: LLMEngine,
+    results: dict[str, GenerationResult],
+    texts: dict[str, str],
+    wall_s: float,
+    args: argparse.Namespace,
+    plot_path: Path | None,
+) -> None:
+    steps = list(engine.step_stats)
+    print(request_table(results), end="\n\n")
+    sums = totals(results, steps, wall_s)
+    print("\n".join(totals_lines(sums)))
+    if args.miss_reasons:
+        print("", miss_table(sums["hit_tokens"], sums["missed_tokens"]), sep="\n")
+    for pool in engine.plan.pools:
+        print(f"\nPool {pool.pool_id} over time", *pool_picture(steps, pool.pool_id), sep="\n")
+    if plot_path is not None:
+        save_pool_plot(steps, plot_path)
+        print(f"\nPlot written to {plot_path}")
+    if args.json is not None:
+        config = {"model": "demo" if args.model is None else str(args.model), **asdict(engine.config)}
+        report = report_json(results, texts, steps, wall_s, config)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"Report written to {args.json}")

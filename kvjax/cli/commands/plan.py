@@ -1,0 +1,234 @@
+"""`kvjax plan`: pools, groups, bytes, blocks and how many requests fit, as tables and words, and as JSON.
+
+Flow:    arguments over a deployment's TOML -> [run] -> kvjax.planning.plan_kv_cache -> stdout, --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields, replace
+from math import gcd, lcm
+
+from kvjax.cli.options.replay import add_load_arguments, add_reading_arguments, reading_of
+from kvjax.cli.options.types import byte_size, int_list, positive_int
+from kvjax.cli.running.output_files import output_file
+from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
+from kvjax.core import KVCacheManager
+from kvjax.errors import ConfigError
+from kvjax.models.config import ModelConfig
+from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
+from kvjax.planning.load import USUAL_RUNNING, USUAL_TOKENS
+from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
+from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
+from kvjax.replay import read_trace
+from kvjax.replay.trace import cut_tails
+from kvjax.replay.working_set import load_of
+
+AUTO = "auto"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `kvjax plan`; a deployment fills those that are not given."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"a shipped config ({', '.join(known_models())}), a Hugging Face folder, or a path to a config.json",
+    )
+    parser.add_argument(
+        "--deployment", metavar="NAME|FILE", help=f"TOML with defaults; shipped: {', '.join(known_deployments())}"
+    )
+    parser.add_argument(
+        "--memory",
+        dest="memory_bytes",
+        type=byte_size,
+        metavar="BYTES",
+        help="KV-cache budget of one device: bytes, or a size such as 56GiB or 80GB",
+    )
+    parser.add_argument(
+        "--num-blocks", type=positive_int, metavar="N", help="blocks of every pool, null block included, not a budget"
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=_length,
+        metavar="N",
+        help="longest request (default: the model's); auto: the longest of at most that which fits in --memory",
+    )
+    add_load_arguments(parser, f"{USUAL_TOKENS:,}")
+    parser.add_argument(
+        "--trace", metavar="TRACE", help="balance several pools for these requests, as kvjax replay does"
+    )
+    add_reading_arguments(parser)
+    parser.add_argument(
+        "--max-num-seqs", type=positive_int, metavar="N", help=f"requests that run at once (default: {USUAL_RUNNING})"
+    )
+    parser.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: the model's)")
+    parser.add_argument("--dtype", help="of the cache, such as bfloat16 or float8_e4m3fn (default: the model's)")
+    parser.add_argument("--platform", choices=["cpu", "gpu", "tpu"], help="whose padding to count (default: gpu)")
+    parser.add_argument("--tensor-parallel", type=positive_int, metavar="N", help="devices that share the KV heads")
+    parser.add_argument(
+        "--decode-context-parallel",
+        type=positive_int,
+        metavar="N",
+        help="of the tensor-parallel devices with the same heads, those that share the tokens",
+    )
+    parser.add_argument(
+        "--prefill-context-parallel", type=positive_int, metavar="N", help="further devices that share the tokens"
+    )
+    parser.add_argument("--data-parallel", type=positive_int, metavar="N", help="replicas, each with its own requests")
+    parser.add_argument(
+        "--max-in-flight-tokens",
+        type=positive_int,
+        metavar="N",
+        help=f"most tokens that steps in flight add (default: {DEFAULT_MAX_IN_FLIGHT_TOKENS:,})",
+    )
+    parser.add_argument(
+        "--no-hybrid",
+        dest="hybrid",
+        action="store_false",
+        default=None,
+        help="windowed layers keep every token and share the full layers' table",
+    )
+    parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="request lengths to fit")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan; 0.
+
+    Raises:
+        ConfigError: no model, a bad model or deployment, or a trace where nothing is to be balanced for it.
+        TraceError: a trace of an unknown form, or a bad line of it.
+        MemoryBudgetError: the memory holds not even one request of the planned length.
+        OSError: the JSON cannot be written.
+    """
+    deployment = _deployment(args)
+    if deployment.model is None:
+        raise ConfigError(f"expected a MODEL or a deployment that names one; shipped: {', '.join(known_models())}")
+    model = load_model_config(deployment.model)
+    if deployment.max_model_len == 0:
+        deployment = replace(deployment, max_model_len=_longest(model, deployment))
+    plan = _plan(model, deployment, _trace_load(args, model, deployment))
+    lengths = args.lengths or default_lengths(plan.max_model_len)
+    parts = [_headline(deployment, model, plan), plan_table(plan, lengths), plan_words(plan)]
+    if plan.max_model_len > model.max_model_len:
+        parts[-1] += f"\nNote: the model's own config says at most {model.max_model_len:,} tokens."
+    print("\n\n".join(parts))
+    _make_manager(plan)
+    if args.json is not None:
+        values = {"model": deployment.model, **plan_json(plan, lengths)}
+        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _make_manager(plan: KVCachePlan) -> KVCacheManager:
+    """The manager of the planned cache, with the defaults: it warns where no prompt can ever hit."""
+    return KVCacheManager(
+        plan.config,
+        plan.max_model_len,
+        gcd(*(group.spec.block_size for group in plan.groups)),
+        dcp_world_size=plan.parallel.decode_context,
+        pcp_world_size=plan.parallel.prefill_context,
+        max_in_flight_tokens=plan.max_in_flight_tokens,
+    )
+
+
+def _deployment(args: argparse.Namespace) -> Deployment:
+    """The named deployment with the given arguments over it; one way to size or to balance replaces the other."""
+    given = {
+        field.name: getattr(args, field.name) for field in fields(Deployment) if getattr(args, field.name) is not None
+    }
+    base = Deployment() if args.deployment is None else load_deployment(args.deployment)
+    if "memory_bytes" in given or "num_blocks" in given:
+        base = replace(base, memory_bytes=None, num_blocks=None)
+    if "request_len" in given or "tokens_per_checkpoint" in given:
+        base = replace(base, request_len=None, tokens_per_checkpoint=None)
+    return replace(base, **given)
+
+
+def _length(text: str) -> int:
+    """A positive integer; 0 for "auto"."""
+    return 0 if text == AUTO else positive_int(text)
+
+
+def _parallel(deployment: Deployment) -> Parallelism:
+    return Parallelism(
+        tensor=deployment.tensor_parallel or 1,
+        data=deployment.data_parallel or 1,
+        decode_context=deployment.decode_context_parallel or 1,
+        prefill_context=deployment.prefill_context_parallel or 1,
+    )
+
+
+def _longest(model: ModelConfig, deployment: Deployment) -> int:
+    """The largest `max_model_len` that the memory holds, at most the model's; 1 if none does, for the error of it."""
+    if deployment.memory_bytes is None:
+        raise ConfigError("expected --memory with --max-model-len auto, got none")
+    in_flight = deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS
+    return _shape(model, deployment).longest_request(deployment.memory_bytes, model.max_model_len, in_flight) or 1
+
+
+def _shape(model: ModelConfig, deployment: Deployment) -> CacheShape:
+    return CacheShape.of(
+        model.kv_cache_specs(deployment.block_size, deployment.dtype),
+        platform=deployment.platform or "gpu",
+        parallel=_parallel(deployment),
+        hybrid=deployment.hybrid is not False,
+    )
+
+
+def _trace_load(args: argparse.Namespace, model: ModelConfig, deployment: Deployment) -> Load | None:
+    """What the pools are to be balanced for by the trace; None: there is none."""
+    if args.trace is None:
+        return None
+    if deployment.memory_bytes is None or deployment.request_len or deployment.tokens_per_checkpoint:
+        raise ConfigError(
+            "expected --trace with --memory, without --tokens-per-checkpoint and --request-len: it says how to share "
+            "the memory"
+        )
+    trace = read_trace(args.trace, None, reading_of(args), print)
+    if args.whole_blocks:
+        trace = cut_tails(trace)
+    return load_of(
+        trace,
+        _shape(model, deployment),
+        deployment.memory_bytes,
+        alignment=lcm(*(spec.block_size for spec in model.kv_cache_specs(deployment.block_size).values())),
+        max_model_len=deployment.max_model_len or model.max_model_len,
+        max_in_flight_tokens=deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS,
+        max_running=deployment.max_num_seqs or USUAL_RUNNING,
+        has_answers=True,
+    )
+
+
+def _plan(model: ModelConfig, deployment: Deployment, load: Load | None) -> KVCachePlan:
+    if load is None and deployment.request_len is None:
+        load = Load(deployment.tokens_per_checkpoint or USUAL_TOKENS, deployment.max_num_seqs or USUAL_RUNNING)
+    if deployment.memory_bytes is None and deployment.num_blocks is None:
+        raise ConfigError("expected --memory or --num-blocks, got none")
+    return plan_kv_cache(
+        model.kv_cache_specs(deployment.block_size, deployment.dtype),
+        max_model_len=deployment.max_model_len or model.max_model_len,
+        memory_bytes=deployment.memory_bytes,
+        num_blocks=deployment.num_blocks,
+        max_in_flight_tokens=deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS,
+        request_len=deployment.request_len,
+        load=load,
+        platform=deployment.platform or "gpu",
+        parallel=_parallel(deployment),
+        hybrid=deployment.hybrid is not False,
+        shared_layers=model.shared_layers,
+    )
+
+
+def _headline(deployment: Deployment, model: ModelConfig, plan: KVCachePlan) -> str:
+    """What is planned, in one line."""
+    parts = [
+        f"{deployment.model}: {model.num_layers} layers",
+        model.cache_words,
+        deployment.dtype or model.cache_dtype,
+        plan.platform if plan.parallel.num_devices == 1 else f"{plan.parallel.num_devices} x {plan.platform}",
+        f"requests of up to {plan.max_model_len:,} tokens",
+    ]
+    return ", ".join(parts)

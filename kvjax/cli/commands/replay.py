@@ -1,0 +1,135 @@
+"""`kvjax replay`: a trace or a generated workload through the real cache managers, without a model.
+
+Flow:    arguments -> [run] -> kvjax.replay.run_replay -> text, JSON, plots; of several replicas: replay_replicas
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from kvjax.cli.options.replay import (
+    add_cache_arguments,
+    add_speed_arguments,
+    add_tier_arguments,
+    add_workload_arguments,
+    config_of,
+    tiers_of,
+    trace_of,
+)
+from kvjax.cli.options.types import positive_int
+from kvjax.cli.replay.calls import make_calls
+from kvjax.cli.replay.compare import add_compare_arguments, run_compare, wants_comparison
+from kvjax.cli.replay.replicas import add_replica_arguments, run_replicas, wants_replicas
+from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
+from kvjax.cli.running.output_files import output_file, require_matplotlib
+from kvjax.cli.running.progress import progress
+from kvjax.errors import ConfigError
+from kvjax.replay import ReplayConfig, result_json, result_text, run_replay, write_trace
+from kvjax.replay.bounds import bounds_json, bounds_text, find_bounds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `kvjax replay`."""
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help="request lines, Azure's or BurstGPT's CSV, conversations, prompts or agents' sessions, also gzipped",
+    )
+    parser.add_argument("--calls", metavar="FILE", help="recorded calls instead: make them again, compare answers")
+    workload = parser.add_argument_group("workload")
+    add_workload_arguments(workload)
+    workload.add_argument("--write", type=output_file, metavar="FILE", help="write the workload as a trace and stop")
+    add_cache_arguments(parser.add_argument_group("cache"))
+    add_tier_arguments(parser.add_argument_group("tiers beyond the cache"))
+    add_replica_arguments(parser.add_argument_group("several replicas"))
+    add_compare_arguments(parser.add_argument_group("many models and memory sizes"))
+    batching = parser.add_argument_group("continuous batching in virtual time")
+    batching.add_argument(
+        "--serial", action="store_true", help="instead: look up, allocate and free one request at a time"
+    )
+    add_speed_arguments(batching)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=output_file, metavar="FILE", help="write the result as JSON")
+    output.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="PNG of hits, occupancy, queue and block lifetimes"
+    )
+    output.add_argument("--record", type=output_file, metavar="FILE", help="write the manager's calls, for --calls")
+    output.add_argument(
+        "--miss-reasons", action="store_true", help="say why prompt tokens missed; its time counts as the managers'"
+    )
+    output.add_argument(
+        "--remember-evicted",
+        type=positive_int,
+        default=ReplayConfig.max_evicted_blocks,
+        metavar="N",
+        help=f"evicted blocks of a pool that --miss-reasons knows (default: {ReplayConfig.max_evicted_blocks:,})",
+    )
+    output.add_argument(
+        "--bound",
+        action="store_true",
+        help="also what the bytes would hit, exchanged freely, and by who knows the trace",
+    )
+    output.add_argument("--no-progress", action="store_true", help="no progress bar (there is none off a terminal)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replays and prints the result, or what there is of it when an interrupt comes; 0, or that it came.
+
+    Raises:
+        TraceError: a trace of an unknown form, or a bad line of it.
+        ConfigError: neither or both of a trace and --generate, options that contradict one another, or a bad model.
+        MemoryBudgetError: the cache does not hold the longest request.
+        MissingExtraError: --plot without matplotlib.
+        CallLogError: --calls with a file of none, or an answer that differs.
+    """
+    if args.calls is not None:
+        if args.trace is not None or args.generate is not None:
+            raise ConfigError("expected --calls without a TRACE or --generate, got both: a record has its own requests")
+        return make_calls(args.calls, with_progress=not args.no_progress)
+    over_replicas, compares = wants_replicas(args), wants_comparison(args)
+    trace, read_as = trace_of(args)
+    source = _source(args, read_as)
+    if args.write is not None:
+        write_trace(trace, args.write)
+        print(f"wrote {len(trace):,} requests, {sum(r.input_length for r in trace):,} prompt tokens, to {args.write}")
+        return 0
+    if compares:
+        return run_compare(args, trace)
+    if over_replicas:
+        return run_replicas(args, trace, source)
+    if args.plot is not None:
+        require_matplotlib("--plot")  # before minutes of work
+    config = replace(
+        config_of(args),
+        serial=args.serial,
+        tiers=tiers_of(args),
+        explain_misses=args.miss_reasons,
+        max_evicted_blocks=args.remember_evicted,
+    )
+    with (
+        interruptible() as should_stop,
+        progress("Replaying", len(trace), "request", enabled=not args.no_progress) as advance,
+    ):
+        result = run_replay(trace, config, advance, args.record, should_stop)
+    values = source | result_json(result)
+    print(result_text(result))
+    if args.bound and result.is_complete:
+        beyond_bytes = (args.host_memory or 0) + (args.disk_memory or 0)
+        bounds = find_bounds(trace, result.plan, config.hash_block_size, beyond_bytes)
+        print(f"\n{bounds_text(bounds)}")
+        values["bounds"] = bounds_json(bounds)
+    if args.json is not None:
+        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        from kvjax.cli.replay.plot import plot_replay
+
+        plot_replay(result, args.plot, title=f"{Path(args.trace).name if args.trace else args.generate}, {args.model}")
+    return 0 if result.is_complete else INTERRUPTED
+
+
+def _source(args: argparse.Namespace, read_as: str | None) -> dict[str, str | int | None]:
+    return {"trace": args.trace, "read_as": read_as, "generate": args.generate, "seed": args.seed, "model": args.model}

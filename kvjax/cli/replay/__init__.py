@@ -1,0 +1,1 @@
+"""The forms of `kvjax replay` beside a single run, and its picture."""

@@ -1,0 +1,163 @@
+"""`kvjax replay` over several replicas, mixed or with prefill and decode apart.
+
+Flow:    arguments -> [wants_replicas, run_replicas] -> run_fleet, run_split -> text, JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvjax.cli.options.replay import config_of, tiers_of
+from kvjax.cli.options.types import non_negative_float, positive_float, positive_int
+from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
+from kvjax.cli.running.progress import progress
+from kvjax.errors import ConfigError
+from kvjax.replay import (
+    ReplayConfig,
+    ReplayTierConfig,
+    SplitConfig,
+    TraceRequest,
+    TransferConfig,
+    fleet_json,
+    fleet_text,
+    run_fleet,
+    run_split,
+    split_json,
+    split_text,
+)
+from kvjax.routing import ROUTERS
+
+DEFAULT_ROUTER = "prefix"
+NEEDS_REPLICAS = ("router", "shared_disk")
+NEEDS_SPLIT = ("transfer_gb_per_s", "transfer_latency_us")
+OF_ONE_REPLICA = ("serial", "plot", "record", "miss_reasons", "bound", "compare_defaults")
+
+
+def add_replica_arguments(group: argparse._ArgumentGroup) -> None:
+    """How many replicas, what each does, and what is between them."""
+    group.add_argument("--replicas", type=positive_int, metavar="N", help="mixed ones, each with a cache of its own")
+    group.add_argument(
+        "--prefill-replicas", type=positive_int, metavar="P", help="compute prompts and first tokens, beside ..."
+    )
+    group.add_argument(
+        "--decode-replicas", type=positive_int, metavar="D", help="... those that make the rest; P + D mixed ones too"
+    )
+    group.add_argument("--router", choices=ROUTERS, help=f"of each side (default: {DEFAULT_ROUTER})")
+    add_shared_disk_argument(group)
+    transfer = TransferConfig()
+    group.add_argument(
+        "--transfer-gb-per-s",
+        type=positive_float,
+        metavar="X",
+        help=f"of a device's link between replicas (default: {transfer.bytes_per_s / 1e9:g})",
+    )
+    group.add_argument(
+        "--transfer-latency-us",
+        type=non_negative_float,
+        metavar="X",
+        help=f"of a transfer (default: {transfer.latency_s * 1e6:g})",
+    )
+
+
+def add_shared_disk_argument(group: argparse._ArgumentGroup) -> None:
+    """Whose the disk is."""
+    group.add_argument(
+        "--shared-disk", action="store_true", help="one --disk-memory for all replicas, with its one bandwidth"
+    )
+
+
+def wants_replicas(args: argparse.Namespace) -> bool:
+    """Whether the arguments ask for several replicas, or for one behind a router.
+
+    Raises:
+        ConfigError: arguments that contradict one another.
+    """
+    is_split = args.prefill_replicas is not None or args.decode_replicas is not None
+    if is_split and (args.prefill_replicas is None or args.decode_replicas is None):
+        given = "--prefill-replicas" if args.decode_replicas is None else "--decode-replicas"
+        raise ConfigError(f"expected --prefill-replicas P and --decode-replicas D, got {given} alone")
+    if is_split and args.replicas is not None:
+        raise ConfigError("expected --replicas N, or --prefill-replicas P and --decode-replicas D, got both")
+    if not is_split and (given := first_given(args, NEEDS_SPLIT)):
+        raise ConfigError(f"expected --prefill-replicas P and --decode-replicas D with {given}, got neither")
+    wants = is_split or args.replicas is not None
+    if not wants and (given := first_given(args, NEEDS_REPLICAS)):
+        raise ConfigError(f"expected --replicas N, or --prefill-replicas P and --decode-replicas D, with {given}")
+    if wants and (given := first_given(args, OF_ONE_REPLICA)):
+        raise ConfigError(f"expected {given} for one replica, got it with several; leave one out")
+    return wants
+
+
+def shared_tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:
+    """What lies beyond the caches of several replicas.
+
+    Raises:
+        ConfigError: a disk that is shared, and has no size.
+    """
+    tiers = tiers_of(args)
+    if not args.shared_disk:
+        return tiers
+    if tiers is None or not tiers.disk_bytes:
+        raise ConfigError("expected --disk-memory BYTES with --shared-disk, got none")
+    return replace(tiers, shares_disk=True)
+
+
+def run_replicas(args: argparse.Namespace, trace: Sequence[TraceRequest], source: dict[str, Any]) -> int:
+    """Replays and prints, or what there is of it when an interrupt comes; 0, or that it came.
+
+    `source` says in the JSON file where the trace is from.
+
+    Raises:
+        ConfigError: a bad model, or a shared disk without a size.
+        MemoryBudgetError: the cache does not hold the longest request.
+    """
+    config = replace(config_of(args), tiers=shared_tiers_of(args))
+    router = args.router or DEFAULT_ROUTER
+    if args.prefill_replicas is None:
+        text, values = _run_mixed(args, trace, config, router)
+    else:
+        text, values = _run_split(args, trace, config, router)
+    print(text)
+    if args.json is not None:
+        args.json.write_text(json.dumps(source | values, indent=2) + "\n", encoding="utf-8")
+    return INTERRUPTED if values["interrupted"] else 0
+
+
+def _run_mixed(
+    args: argparse.Namespace, trace: Sequence[TraceRequest], config: ReplayConfig, router: str
+) -> tuple[str, dict[str, Any]]:
+    with (
+        interruptible() as should_stop,
+        progress("Replaying", len(trace), "request", enabled=not args.no_progress) as advance,
+    ):
+        result = run_fleet(trace, config, args.replicas, router, advance, should_stop)
+    return fleet_text([result]), fleet_json(result)
+
+
+def _run_split(
+    args: argparse.Namespace, trace: Sequence[TraceRequest], config: ReplayConfig, router: str
+) -> tuple[str, dict[str, Any]]:
+    transfer = TransferConfig()
+    if args.transfer_gb_per_s is not None:
+        transfer = replace(transfer, bytes_per_s=args.transfer_gb_per_s * 1e9)
+    if args.transfer_latency_us is not None:
+        transfer = replace(transfer, latency_s=args.transfer_latency_us / 1e6)
+    split = SplitConfig(args.prefill_replicas, args.decode_replicas, transfer)
+    num_replicas = split.num_prefill + split.num_decode
+    with (
+        interruptible() as should_stop,
+        progress("Replaying", 2 * len(trace), "request", enabled=not args.no_progress) as advance,
+    ):
+        apart = run_split(trace, config, split, router, advance, should_stop)
+        mixed = run_fleet(trace, config, num_replicas, router, advance, should_stop)
+    return split_text(apart, mixed), split_json(apart, mixed)
+
+
+def first_given(args: argparse.Namespace, names: Sequence[str]) -> str:
+    """The first option of these that is given, as it is written; empty: none."""
+    given = (name for name in names if getattr(args, name, None) is not None and getattr(args, name) is not False)
+    return next((f"--{name.replace('_', '-')}" for name in given), "")

@@ -1,0 +1,1 @@
+"""Layers whose state stands for all tokens before: Mamba, the delta rule, and their parts."""

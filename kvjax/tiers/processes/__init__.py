@@ -1,0 +1,1 @@
+"""Tiers of an engine on several processes: each keeps its own parts, and all decide alike."""
