@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvjax.bench.step_parts import PARTS, StepTimer, timed_steps
@@ -11,25 +9,40 @@ from kvjax.engine import LLMEngine
 from kvjax.engine.step.host_loop import HostLoop
 
 
-def test_a_call_within_another_counts_in_itself_only() -> None:
+class Clock:
+    """In place of the module `time`; all seconds are exact in binary."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.wall_s
+
+    def thread_time(self) -> float:
+        return self.cpu_s
+
+    def pass_by(self, cpu_s: float, idle_s: float = 0.0) -> None:
+        self.wall_s += cpu_s + idle_s
+        self.cpu_s += cpu_s
+
+
+def test_a_call_within_another_counts_in_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("kvjax.bench.step_parts.time", clock)
     timer = StepTimer()
-    schedule = timer.wrapped("schedule", lambda: time.sleep(0.02))
-    plan = timer.wrapped("plan", lambda: (schedule(), time.sleep(0.01)))
-    wait = timer.wrapped("wait", lambda: time.sleep(0.03))
-    step = timer.wrapped("other", lambda: (plan(), wait()))
-    start = time.perf_counter()
+    schedule = timer.wrapped("schedule", lambda: clock.pass_by(2.0))
+    plan = timer.wrapped("plan", lambda: (clock.pass_by(0.5), schedule(), clock.pass_by(0.5)))
+    wait = timer.wrapped("wait", lambda: clock.pass_by(0.25, idle_s=8.0))
+    step = timer.wrapped("other", lambda: (plan(), clock.pass_by(4.0), wait()))
     for _ in range(2):
         step()
-    seconds = time.perf_counter() - start
+        clock.pass_by(16.0)  # between steps
     parts = timer.parts()
     assert parts.num_steps == 2
-    assert parts.step_wall_us == sum(parts.wall_us.values()) <= seconds / 2 * 1e6
-    assert parts.wall_us["schedule"] >= 20_000
-    assert parts.wall_us["plan"] >= 10_000
-    assert parts.wall_us["wait"] >= 30_000
-    assert (parts.wall_us["dispatch"], parts.wall_us["update"]) == (0, 0)
-    assert parts.wall_us["other"] < seconds / 2 * 1e6 - 60_000
-    assert sum(parts.cpu_us.values()) == parts.step_cpu_us < parts.step_wall_us  # it slept
+    nothing = {"dispatch": 0.0, "update": 0.0}
+    assert parts.wall_us == {"schedule": 2e6, "plan": 1e6, "wait": 8.25e6, "other": 4e6} | nothing
+    assert parts.cpu_us == {"schedule": 2e6, "plan": 1e6, "wait": 0.25e6, "other": 4e6} | nothing
+    assert (parts.step_wall_us, parts.step_cpu_us) == (15.25e6, 7.25e6)
     timer.reset()
     assert timer.parts().num_steps == 0
     assert set(timer.parts().wall_us) == set(PARTS)

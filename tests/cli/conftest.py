@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("generate", "bench"):
-        monkeypatch.setattr(f"kvjax.cli.{command}.MAX_BUCKETS", 1)
+        monkeypatch.setattr(f"kvjax.cli.commands.{command}.MAX_BUCKETS", 1)

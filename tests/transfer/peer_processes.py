@@ -1,14 +1,13 @@
-"""One side of a transfer, as a process: `peer_processes.py send|receive FOLDER`, devices by XLA_FLAGS.
+"""One side of a transfer, as a process: `peer_processes.py send|receive`, devices by XLA_FLAGS.
 
-The sender writes tickets into the folder and waits to be killed. The receiver pulls the first one, compares the pages
-with those of the same tokens written here, says `ready`, waits for `killed`, and pulls the second from nobody.
+The sender prints two tickets, a line each, and waits to be killed. The receiver reads them, pulls the first one, and
+compares the pages with those of the same tokens written here. It prints `READY`, waits for a line, and pulls the second
+from nobody.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from pathlib import Path
 
 import chex
 import jax
@@ -21,17 +20,10 @@ from tests.transfer.worlds import Dense, config_of, nan_pages, specs, tables, wr
 
 NUM_TOKENS = 13  # the window's sender keeps what the receiver does: from token 4 on
 RECEIVERS = 2
+READY = "ready"
 
 
-def wait_for(path: Path) -> None:
-    """Returns when the file is there."""
-    end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end, f"{path.name} did not come"
-        time.sleep(0.02)
-
-
-def send(folder: Path) -> None:
+def send() -> None:
     placement = Placement.over_heads(len(jax.devices()))
     layers = specs(4)
     config = config_of(layers, "cpu")
@@ -40,14 +32,12 @@ def send(folder: Path) -> None:
     pages = written(config, nan_pages(config, placement), request, dense, range(NUM_TOKENS))
     sent = PageReader(config, placement, weights_version="7").read(pages, request)
     server = PageServer()
-    for i in range(2):
-        part = folder / "part"
-        part.write_bytes(server.offer(sent, RECEIVERS).to_bytes())
-        part.rename(folder / f"ticket{i}")
-    time.sleep(120)
+    for _ in range(2):
+        print(server.offer(sent, RECEIVERS).to_bytes().hex(), flush=True)
+    sys.stdin.read()
 
 
-def receive(folder: Path) -> None:
+def receive() -> None:
     assert len(jax.devices()) == RECEIVERS
     placement = Placement.over_heads(RECEIVERS)
     layers = specs(8)
@@ -55,21 +45,17 @@ def receive(folder: Path) -> None:
     request = RequestPages(tables(layers, NUM_TOKENS, 2), 0, NUM_TOKENS)
     writer = PageWriter(config, placement, weights_version="7")
     client = PageClient()
-    tickets = []
-    for i in range(2):
-        wait_for(folder / f"ticket{i}")
-        tickets.append(Ticket.from_bytes((folder / f"ticket{i}").read_bytes()))
+    tickets = [Ticket.from_bytes(bytes.fromhex(input())) for _ in range(2)]
     pages = writer.write(nan_pages(config, placement), request, client.pull(tickets[0], writer).wait())
     dense = Dense.random(layers, NUM_TOKENS, 0)
     expected = written(config, nan_pages(config), request, dense, range(NUM_TOKENS))
     chex.assert_trees_all_equal(jax.device_get(pages.pools[:1]), jax.device_get(expected.pools[:1]))
     chex.assert_trees_all_equal(jax.device_get(pages.pools[2:]), jax.device_get(expected.pools[2:]))
-    (folder / "ready").touch()
-    wait_for(folder / "killed")
+    print(READY, flush=True)
+    input()
     with pytest.raises(TransferError, match="tokens 0 to 13 did not arrive from 127"):
         client.pull(tickets[1], writer).wait(20)
-    print("both as expected")
 
 
 if __name__ == "__main__":
-    {"send": send, "receive": receive}[sys.argv[1]](Path(sys.argv[2]))
+    {"send": send, "receive": receive}[sys.argv[1]]()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,35 +26,44 @@ from kvjax.transfer import (
     SentHeader,
     Ticket,
 )
+from tests.transfer.peer_processes import READY
 from tests.transfer.worlds import config_of, nan_pages, specs
 
 ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def peer(role: str, folder: Path, num_devices: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A side of the transfer in a process of its own; what it says is in a file of its role's name."""
+def peer(role: str, num_devices: int) -> Iterator[subprocess.Popen[str]]:
+    """A side of the transfer in a process of its own, killed in the end."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
-    command = [sys.executable, "-m", "tests.transfer.peer_processes", role, str(folder)]
+    command = [sys.executable, "-m", "tests.transfer.peer_processes", role]
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    with open(folder / role, "wb") as said:
-        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=said, stderr=said)
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
             process.kill()
-            process.wait()
 
 
-def test_four_devices_send_to_two_and_die(tmp_path: Path) -> None:
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that it prints; empty if it ends before."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_four_devices_send_to_two_and_die() -> None:
     """Pages of 4 tokens, K and V apart, arrive as packed ones of 8; the second pull raises, and nothing is written."""
-    with peer("send", tmp_path, 4) as sender, peer("receive", tmp_path, 2) as receiver:
-        while not (tmp_path / "ready").exists() and receiver.poll() is None and sender.poll() is None:
-            time.sleep(0.05)
+    with peer("send", 4) as sender, peer("receive", 2) as receiver:
+        assert receiver.stdin is not None
+        receiver.stdin.write(line_of(sender) + line_of(sender))
+        receiver.stdin.flush()
+        assert line_of(receiver).strip() == READY
         sender.kill()
         sender.wait()
-        (tmp_path / "killed").touch()
-        assert receiver.wait(60) == 0, (tmp_path / "receive").read_text() + (tmp_path / "send").read_text()
+        receiver.communicate("the sender is dead\n")
+        assert receiver.returncode == 0
 
 
 def test_what_was_not_cut_for_this_client_or_never_offered_is_refused() -> None:

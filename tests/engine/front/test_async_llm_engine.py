@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -270,15 +270,29 @@ def test_callers_of_several_event_loops_share_an_engine() -> None:
     run(test)
 
 
-def test_without_requests_the_thread_sleeps() -> None:
+class WatchedCondition(threading.Condition):
+    """Calls `on_wait` with the time limit before each wait."""
+
+    def __init__(self, on_wait: Callable[[float | None], None]) -> None:
+        super().__init__()
+        self._on_wait = on_wait
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._on_wait(timeout)
+        return super().wait(timeout)
+
+
+def test_without_requests_the_thread_sleeps_until_it_is_woken() -> None:
     async def test() -> None:
-        async with serving() as front:
+        sleeps: queue.Queue[tuple[int, float | None]] = queue.Queue()  # steps before, time limit
+        front = AsyncLLMEngine(make_engine(NAME, async_scheduling=True))
+        front._changed = WatchedCondition(lambda limit_s: sleeps.put((front.stats.num_steps, limit_s)))
+        async with front:
             await tokens_of(front, 0)
-            await asyncio.sleep(0.1)
-            before, process = front.stats.num_steps, time.process_time()
-            await asyncio.sleep(0.3)
-            assert time.process_time() - process < 0.1
-            assert front.stats.num_steps == before
+            while (last := await asyncio.to_thread(sleeps.get, timeout=60))[0] == 0:
+                pass  # it slept before the request came
+        assert last == (front.stats.num_steps, None)
+        assert sleeps.empty()
 
     run(test)
 

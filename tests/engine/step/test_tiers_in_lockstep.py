@@ -1,14 +1,14 @@
 """Two engines as two processes would have them, whose threads and disks have other luck: they plan the same steps.
 
 Each has all of the pages, and a `CommonPace`; what a thread does takes other times in each, and fails in one of them.
-A request gives way while it loads.
+Time is that of the engine's steps, a second each. A request gives way while it loads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,80 @@ from tests.engine.step.test_tiers import GREEDY, compiled, config_of
 from tests.models.golden_models import goldens_of
 from tests.tiers.processes.fake_board import FakeBoard
 
-TIMEOUT_S = 0.2  # where threads hang
+TIMEOUT_S = 6.0  # what takes longer has failed
+
+
+class Call(Future[Any]):
+    """What a thread would do; it is done when it is due, or when somebody needs its result before."""
+
+    def __init__(self, due_s: float, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.due_s = due_s
+        self._function = function
+
+    def run(self) -> None:
+        if not self.done():
+            try:
+                self.set_result(self._function())
+            except Exception as error:
+                self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.run()
+        return super().result(timeout)
+
+
+class LuckyThreads:
+    """In place of a worker's threads: calls end sooner or later, well or not, in any order, while time passes.
+
+    `fault_rate` of them fail, a quarter of these after they hung.
+    """
+
+    def __init__(self, seed: Sequence[int], fault_rate: float) -> None:
+        self.now_s = 0.0
+        self._rng = np.random.default_rng(seed)
+        self._fault_rate = fault_rate
+        self._calls: list[Call] = []
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Call:
+        seconds, luck = self._rng.uniform(0.0, TIMEOUT_S), self._rng.random()
+        if luck > 1 - self._fault_rate / 4:
+            seconds = 2 * TIMEOUT_S
+        call = Call(self.now_s + seconds, lambda: fail() if luck < self._fault_rate else function(*args))
+        self._calls.append(call)
+        return call
+
+    def pass_time(self) -> None:
+        self.now_s += 1.0
+        for call in sorted(self._calls, key=lambda call: call.due_s):
+            if call.due_s <= self.now_s:
+                call.run()
+        self._calls = [call for call in self._calls if not call.done()]
+
+
+def fail() -> None:
+    raise OSError("planted")
 
 
 class Connector:
     """A `KVConnector` as of one process of several, of which each has all of the pages."""
 
-    def __init__(self, config: TierConfig, board: FakeBoard, timeout_s: float) -> None:
+    def __init__(self, config: TierConfig, board: FakeBoard, threads: LuckyThreads) -> None:
         plan = compiled("gemma3").plan
         hasher = BlockHasher(8, compiled("gemma3").config.hash_algorithm, seed="0")
         share = TierShare.whole(config, plan.config, hasher)
-        self.reports = Reports(board, timeout_s=timeout_s, tells_losses=share.disk is not None)
+        self.threads = threads
+        self.reports = Reports(
+            board, timeout_s=TIMEOUT_S, tells_losses=share.disk is not None, clock=lambda: threads.now_s
+        )
         index = None
         if share.disk is not None and config.disk_bytes is not None:
             index = CommonIndex(config.disk_bytes, share.sizes.bytes_of_group)
         pace = CommonPace(self.reports, index)
         self.tiers = Tiers(config, dataclasses.replace(share, index=index, pace=pace, load_timeout_s=1e9))
+        self.tiers.worker._threads.shutdown()
+        self.tiers.worker._threads = threads  # type: ignore[assignment]
+        self.tiers.worker.wait = threads.pass_time  # type: ignore[method-assign]
         self.worker = HomeWorkers([self.tiers], self.reports)
         self.scheduler = HomeSchedulers([self.tiers])
 
@@ -80,28 +138,10 @@ class Steps:
         self.log.append(describe(step))
 
 
-def with_luck(rng: np.random.Generator, function: Callable[..., Any], fault_rate: float) -> Callable[..., Any]:
-    """`function`, which a thread runs: sooner or later, well or not."""
-
-    def run(*args: Any) -> Any:
-        seconds, luck = rng.exponential(0.002), rng.random()
-        time.sleep(2 * TIMEOUT_S if luck > 1 - fault_rate / 4 else seconds)
-        if luck < fault_rate:
-            raise OSError("planted")
-        return function(*args)
-
-    return run
-
-
 def make_engine(board: FakeBoard, tiers: TierConfig, seed: int, fault_rate: float) -> tuple[LLMEngine, Connector]:
     like = compiled("gemma3")
-    connector = Connector(tiers, board, TIMEOUT_S if fault_rate else 60.0)
-    engine = LLMEngine(like.model, config_of("gemma3"), like=like, connector=connector)
-    rng = np.random.default_rng((seed, board.index))
-    worker = connector.tiers.worker
-    for name in ("_read_units", "_write_units"):
-        setattr(worker, name, with_luck(rng, getattr(worker, name), fault_rate))
-    return engine, connector
+    connector = Connector(tiers, board, LuckyThreads((seed, board.index), fault_rate))
+    return LLMEngine(like.model, config_of("gemma3"), like=like, connector=connector), connector
 
 
 @pytest.mark.parametrize(
@@ -137,7 +177,8 @@ def test_engines_of_other_luck_plan_the_same_steps(
     found: list[dict[str, list[int]]] = [{}, {}]
     num_cancelled = [0, 0]
     while any(engine.has_work or connector.tiers.scheduler.num_loads for engine, connector in pairs):
-        for rank, (engine, own) in enumerate(zip(engines, found, strict=True)):
+        for rank, ((engine, connector), own) in enumerate(zip(pairs, found, strict=True)):
+            connector.threads.pass_time()
             scheduler = engine._core.loop.scheduler
             assert isinstance(scheduler, Scheduler)
             if (before := scheduler.num_loading) and not num_cancelled[rank]:
