@@ -330,7 +330,7 @@ def test_what_cannot_be_is_one_line_on_stderr(
 
 
 def test_text_for_a_model_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path(__file__).parents[1] / "models" / "goldens" / "qwen3"
+    folder = Path(__file__).parents[2] / "models" / "goldens" / "qwen3"
     assert main(["generate", "--no-plot", "--model", str(folder), "--prompt", "A tuple is"]) == 2
     assert "expected prompt_token_ids in a .jsonl file, got the text 'A tuple is'" in capsys.readouterr().err
 

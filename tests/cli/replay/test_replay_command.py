@@ -194,8 +194,9 @@ def test_an_interrupt_from_outside_ends_a_replay(tmp_path: Path) -> None:
     """A process that gets SIGINT once its bar shows that it replays."""
     path = tmp_path / "out.json"
     code = (
-        "import sys; from kvjax.cli import replay; from kvjax.cli.main import main; from tests.cli.interrupting import "
-        "telling_after; replay.progress = telling_after(3); sys.exit(main(sys.argv[1:]))"
+        "import sys; from kvjax.cli.commands import replay; from kvjax.cli.main import main; "
+        "from tests.cli.interrupting import telling_after; "
+        "replay.progress = telling_after(3); sys.exit(main(sys.argv[1:]))"
     )
     workload = ["replay", "--generate", "chat", "--num-requests", "100000", "--json", str(path)]
     process = subprocess.Popen(
