@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layouts import KV_CACHE_DTYPES, tokens_per_row
+from pallas_kernels.layouts import KV_CACHE_DTYPES, TPU_LANES, lane_pieces, tokens_per_row
 
 
 def check_array(op: str, name: str, array: Any, shape: Sequence[int | None], axes: str) -> None:
@@ -99,7 +99,7 @@ def check_pages(op: str, pages: Any) -> None:
         if jnp.result_type(array).name not in KV_CACHE_DTYPES:
             raise ValueError(f"{op}: expected pages of a dtype out of {KV_CACHE_DTYPES}, got {jnp.result_type(array)}")
     if len(pages) == 1:
-        check_array(op, "pages[0]", pages[0], [None] * 5, "[pages, page_size, rows, packing, head_dim]")
+        check_array(op, "pages[0]", pages[0], [*[None] * 4, TPU_LANES], "[pages, page_size, rows, packing, 128]")
         return
     check_array(op, "pages[0]", pages[0], [None] * 4, "[pages, page_size, num_kv_heads, head_dim]")
     shape = (*pages[0].shape[:3], None)
@@ -108,8 +108,8 @@ def check_pages(op: str, pages: Any) -> None:
         raise ValueError(f"{op}: expected K and V pages of one dtype, got {pages[0].dtype} and {pages[1].dtype}")
 
 
-def resolve_kv_heads(op: str, pages: Sequence[jax.Array], num_kv_heads: int | None) -> int:
-    """Number of KV heads in `pages`, which `num_kv_heads` states where packing pads them.
+def resolve_kv_heads(op: str, pages: Sequence[jax.Array], head_dim: int, num_kv_heads: int | None) -> int:
+    """Number of KV heads of `head_dim` numbers in `pages`, which `num_kv_heads` states where packing pads them.
 
     Raises:
         ValueError: the pages hold another number, or the packed rows leave it open and none is stated.
@@ -121,14 +121,14 @@ def resolve_kv_heads(op: str, pages: Sequence[jax.Array], num_kv_heads: int | No
         if num_kv_heads not in (None, heads):
             raise ValueError(f"{op}: expected num_kv_heads {heads} as the pages have, got {num_kv_heads}")
         return heads
-    rows, packing = pages[0].shape[2:4]
-    fitting = [heads for heads in range(1, rows * packing // 2 + 1) if -(-2 * heads // packing) == rows]
+    (rows, packing), pieces = pages[0].shape[2:4], lane_pieces(head_dim)
+    fitting = [heads for heads in range(1, rows * packing // 2 + 1) if -(-2 * heads // packing) * pieces == rows]
     if num_kv_heads is None and len(fitting) == 1:
         return fitting[0]
     if num_kv_heads not in fitting:
         raise ValueError(
-            f"{op}: expected num_kv_heads out of {fitting} for {rows} rows of packing {packing}, "
-            f"got {num_kv_heads}; state it, since packing pads the heads"
+            f"{op}: expected num_kv_heads out of {fitting} for {rows} rows of packing {packing} and head_dim "
+            f"{head_dim}, got {num_kv_heads}; state it, since packing pads the heads"
         )
     return num_kv_heads
 

@@ -8,10 +8,11 @@ Pure Python: no jax, no numpy, so that the host core and the planner may import 
 but those marked + address a token as `array[slot // page_size, slot % page_size]`.
 
     split    K: [pages, page_size, num_kv_heads, head_dim]       V: [pages, page_size, num_kv_heads, head_dim_v]
-    packed   [pages, page_size, ceil(2 * num_kv_heads / packing), packing, ceil128(head_dim)], packing = 32 / bits;
-             row 2h of the flattened head axis is K of head h, row 2h + 1 its V; padding rows and lanes are zero
-    packed+  where a device has one KV head of 8 bits: [pages, page_size / 2, num_kv_heads, 4, ceil128(head_dim)]; words
-             [i, h] of a page hold K of token 2i, V of 2i, K of 2i + 1, V of 2i + 1 of head h
+    packed   [pages, page_size, words * pieces, packing, 128], packing = 32 / bits: a token is `words` = ceil(2 *
+             num_kv_heads / packing) words of K0, V0, K1, V1, ..., each word as wide as a head, cut in `pieces` =
+             ceil(head_dim / 128) of 128 lanes; piece p of word w is row w * pieces + p; padding is zero
+    packed+  where a device has one KV head of 8 bits: [pages, page_size / 2, num_kv_heads * pieces, 4, 128]; the word
+             [i, h] of a page holds K of token 2i, V of 2i, K of 2i + 1, V of 2i + 1 of head h
     latent   [pages, page_size, head_dim]; on TPU+ [pages, ceil(page_size / packing), packing, ceil128(head_dim)], where
              state s of a page is at [s // packing, s % packing]
     recurrent  [pages, *shape] for each array of a state, one state a page
@@ -59,6 +60,11 @@ def dtype_bits(dtype: str) -> int:
 def cdiv(a: int, b: int) -> int:
     """`a / b` rounded up, for non-negative `a` and positive `b`."""
     return -(-a // b)
+
+
+def lane_pieces(head_dim: int) -> int:
+    """Rows of 128 lanes that hold `head_dim` numbers on TPU."""
+    return cdiv(head_dim, TPU_LANES)
 
 
 def tokens_per_row(num_kv_heads: int, packing: int) -> int:
@@ -149,17 +155,17 @@ def attention_layout(
         if head_dim_v != head_dim:
             raise NotImplementedError(f"TPU pages need equal K and V dimensions, got {head_dim} and {head_dim_v}")
         packing = TPU_WORD_BITS // bits
-        rows, lanes = cdiv(2 * num_kv_heads, packing), cdiv(head_dim, TPU_LANES) * TPU_LANES
+        words = cdiv(2 * num_kv_heads, packing)
         own_heads = num_kv_heads // num_shards if num_kv_heads % num_shards == 0 else num_kv_heads
         tokens = tokens_per_row(own_heads, packing)
         if tokens > 1:
-            rows = num_kv_heads // own_heads
+            words = num_kv_heads // own_heads
         if page_size % tokens:
             raise NotImplementedError(
                 f"TPU pages of one KV head of {dtype} hold {tokens} tokens a row of words: expected a page_size that "
                 f"is a multiple of {tokens}, got {page_size}"
             )
-        shape = (page_size // tokens, rows, packing, lanes)
+        shape = (page_size // tokens, words * lane_pieces(head_dim), packing, TPU_LANES)
         axes4 = (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
         return PageLayout("packed", page_size, (ArrayLayout("kv", shape, dtype, axes4),))
     raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")

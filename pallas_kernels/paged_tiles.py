@@ -17,7 +17,9 @@ from jax import lax
 
 from pallas_kernels.checks import page_tokens
 from pallas_kernels.key_share import KeyShare
+from pallas_kernels.layouts import lane_pieces
 from pallas_kernels.mask import PageRun
+from pallas_kernels.packed_pages import tokens_of_pages
 
 # What is out of bounds is clipped by the gather itself; columns beyond the run are replaced below.
 _CLIP = "promise_in_bounds"
@@ -110,16 +112,15 @@ class PagedTiles:
             return k, v
         return self._unpacked(self.pages[0].at[ids].get(mode=_CLIP))
 
-    def _unpacked(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:  # [n, rows of tokens, rows, packing, lanes]
+    def _unpacked(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:  # [n, rows of tokens, rows, packing, 128]
         """K and V [n, slots, num_kv_heads, head_dim] each.
 
         Behind a barrier: XLA for TPU else gives the whole array the layout that suits the heads, in a copy.
         """
-        num_pages, *_, lanes = rows.shape
-        slots = rows.shape[1] * (self.page_size // self.pages[0].shape[1])
-        rows = lax.optimization_barrier(rows.reshape(-1, lanes)).reshape(num_pages, slots, -1, lanes)
-        k = rows[:, :, 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
-        return k, rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
+        rows = lax.optimization_barrier(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
+        tokens = self.page_size // self.pages[0].shape[1]
+        heads = tokens_of_pages(rows, tokens, lane_pieces(self.head_dim))[:, :, : 2 * self.num_kv_heads]
+        return heads[:, :, 0::2, : self.head_dim], heads[:, :, 1::2, : self.head_dim]
 
 
 def column_tokens(cache: PagedReader) -> int:

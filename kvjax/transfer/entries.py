@@ -12,7 +12,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import PageLayout
+from pallas_kernels.layouts import TPU_LANES, PageLayout, lane_pieces
+from pallas_kernels.packed_pages import pages_of_tokens, tokens_of_pages
 
 Arrays = tuple[jax.Array, ...]
 
@@ -34,8 +35,8 @@ def unpack_pages(layout: PageLayout, entry_shapes: tuple[tuple[int, ...], ...], 
     num_pages, lanes = array.shape[0], array.shape[-1]
     if layout.kind == "packed":
         (num_heads, dim), _ = entry_shapes
-        rows = array.reshape(*array.shape[:3], layout.tokens_per_row, -1, lanes).swapaxes(2, 3)
-        rows = rows.reshape(num_pages * layout.page_size, -1, lanes)[:, : 2 * num_heads, :dim]
+        rows = tokens_of_pages(array, layout.tokens_per_row, lane_pieces(dim))[:, :, : 2 * num_heads, :dim]
+        rows = rows.reshape(-1, 2 * num_heads, dim)
         return rows[:, 0::2], rows[:, 1::2]
     if layout.kind == "latent":
         ((dim,),) = entry_shapes
@@ -61,10 +62,10 @@ def pack_entries(layout: PageLayout, page_shapes: tuple[tuple[int, ...], ...], e
     (shape,) = page_shapes
     if layout.kind == "packed":
         k, v = entries
-        tokens, (num_rows, packing, lanes) = layout.tokens_per_row, shape[1:]
-        rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
-        rows = _padded(rows, num_rows * packing // tokens, lanes)
-        return (rows.reshape(-1, tokens, num_rows, packing // tokens, lanes).swapaxes(1, 2).reshape(-1, *shape),)
+        tokens, packing, pieces = layout.tokens_per_row, shape[2], lane_pieces(k.shape[2])
+        rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
+        rows = _padded(rows, shape[1] // pieces * packing // tokens, pieces * TPU_LANES)
+        return (pages_of_tokens(rows.reshape(-1, layout.page_size, *rows.shape[1:]), tokens, packing),)
     if layout.kind == "latent":
         (latent,) = entries
         rows = latent.reshape(-1, layout.page_size, latent.shape[-1])

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from pallas_kernels.cases.numbers import random_array
-from pallas_kernels.layouts import PageLayout, dtype_bits
+from pallas_kernels.layouts import PageLayout, dtype_bits, lane_pieces, tokens_per_row
+from pallas_kernels.packed_pages import pages_of_tokens, tokens_of_pages
 
 # Bytes of a pool: more than a chip keeps beside its memory (a TPU's VMEM), where XLA would move a small array.
 POOL_BYTES = 1 << 28
@@ -36,10 +37,12 @@ def whole_rows(page_size: int, num_kv_heads: int, dtype: str, platform: str) -> 
     return page_size + page_size % 2 if is_shared else page_size
 
 
-def by_token(pages: np.ndarray, num_kv_heads: int) -> np.ndarray:
-    """Packed pages as [pages, page_size, K and V of the heads, lanes], a view.
+def by_token(pages: np.ndarray, num_kv_heads: int, head_dim: int) -> np.ndarray:
+    """A copy of packed pages as [pages, page_size, K and V of the heads, lanes]."""
+    tokens = tokens_per_row(num_kv_heads, pages.shape[3])
+    return tokens_of_pages(pages, tokens, lane_pieces(head_dim)).copy()
 
-    A row of 32-bit words is of one token, but where K and V of a token's one head fill half of it, of two.
-    """
-    tokens = 2 if (num_kv_heads, pages.shape[3]) == (1, 4) else 1
-    return pages.reshape(pages.shape[0], pages.shape[1] * tokens, -1, pages.shape[-1])
+
+def with_tokens(pages: np.ndarray, num_kv_heads: int, tokens: np.ndarray) -> np.ndarray:
+    """Packed pages like `pages` that hold `tokens`, as `by_token` gives them."""
+    return pages_of_tokens(tokens, tokens_per_row(num_kv_heads, pages.shape[3]), pages.shape[3])

@@ -2,9 +2,9 @@
 
 Flow:    new K, V -> rows as the pages hold them (XLA) -> [kernel_tpu] -> pages, in place
 
-Grid: one step. Reads and writes T * rows * lanes elements; a run of prefill tokens is one DMA a page, a decode token
-one DMA. Where tokens share rows of words (`layouts.tokens_per_row`), those are read, merged and written back instead,
-by `tpu.word_rows`.
+Grid: one step. Reads and writes T * rows * packing * 128 elements; a run of prefill tokens is one DMA a page, a decode
+token one DMA. Where tokens share rows of words (`layouts.tokens_per_row`), those are read, merged and written back
+instead, by `tpu.word_rows`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reason_not_supported(pages: tuple[jax.Array, ...], num_tokens: int) -> str |
 def kv_write(
     new_k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
     new_v: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
-    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size / tokens a row, rows, packing, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size / tokens a row, rows, packing, 128],)
     slot_mapping: jax.Array,  # int32[num_tokens]
     *,
     k_scale: jax.Array | None = None,
@@ -55,12 +55,7 @@ def kv_write(
     rows = reference.packed_rows(new_k, new_v, kv, k_scale, v_scale)
     page_size = page_tokens(pages, new_k.shape[1])
     if page_size != kv.shape[1]:
-        by_row = kv.reshape(*kv.shape[:2], *kv.shape[3:])
-        tokens = page_size // kv.shape[1]
-        written = merge_rows(
-            rows.reshape(num_tokens, -1), by_row, slot_mapping, page_size=page_size, places=tokens, name="kv_write"
-        )
-        return (written.reshape(kv.shape),)
+        return (merge_rows(rows, kv, slot_mapping, page_size=page_size, name="kv_write"),)
     results = call(
         lambda refs: copy_rows(refs.runs, refs.rows, refs.pages, refs.arrived),
         _Refs,
@@ -80,8 +75,8 @@ class _Refs(NamedTuple):
     """References of the one step."""
 
     runs: Ref  # SMEM int32[3 * T + 1] of `copy_runs`
-    rows: Ref  # HBM [T, rows, packing, lanes]
-    pages: Ref  # HBM [pages, page_size, rows, packing, lanes]
+    rows: Ref  # HBM [T, rows, packing, 128]
+    pages: Ref  # HBM [pages, page_size, rows, packing, 128]
     arrived: Ref  # DMA semaphore
 
 
@@ -99,7 +94,7 @@ def written_pages(slot_mapping: jax.Array, page_size: int) -> jax.Array:
 
 
 def copy_rows(runs: Ref, rows: Ref, pages: Ref, arrived: Ref, meanwhile: Callable[[], Any] | None = None) -> Any:
-    """In a kernel: writes all runs of `rows` [T, rows, packing, lanes] to their slots of `pages`.
+    """In a kernel: writes all runs of `rows` [T, rows, packing, 128] to their slots of `pages`.
 
     `meanwhile` runs while they are under way, see `copy_all`.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.cases.numbers import rounded
-from pallas_kernels.cases.pages import by_token
+from pallas_kernels.cases.pages import by_token, with_tokens
 
 
 def kv_write(
@@ -18,16 +18,17 @@ def kv_write(
     """The pages afterwards: token t at slot `slots[t]`, -1 and slots of page 0 apart; padding of a token is zero."""
     pages = tuple(array.copy() for array in pages)
     heads, dim = new[0].shape[1:]
+    tokens = by_token(pages[0], heads, dim) if len(pages) == 1 else None
     for t in np.flatnonzero(slots >= page_size):
         page, slot = divmod(int(slots[t]), page_size)
         k, v = (
             rounded(x[t].astype(np.float64) / (1.0 if scale is None else np.reshape(scale, (-1, 1))), pages[0].dtype)
             for x, scale in zip(new, scales, strict=True)
         )
-        if len(pages) == 2:
+        if tokens is None:
             pages[0][page, slot], pages[1][page, slot] = k, v
             continue
-        token = by_token(pages[0], heads)[page, slot]
+        token = tokens[page, slot]
         token[:] = np.zeros((), token.dtype)
         token[0 : 2 * heads : 2, :dim], token[1 : 2 * heads : 2, :dim] = k, v
-    return pages
+    return pages if tokens is None else (with_tokens(pages[0], heads, tokens),)

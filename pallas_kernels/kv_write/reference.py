@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import page_tokens
-from pallas_kernels.layouts import tokens_per_row
+from pallas_kernels.layouts import TPU_LANES, lane_pieces, tokens_per_row
+from pallas_kernels.packed_pages import pages_of_tokens
 from pallas_kernels.stored_numbers import stored
 
 
@@ -40,18 +41,21 @@ def kv_write(
 def packed_rows(
     new_k: jax.Array, new_v: jax.Array, pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None
 ) -> jax.Array:
-    """New K and V as packed pages hold them, [num_tokens, rows, packing, lanes].
+    """New K and V as packed pages hold them, [num_tokens, rows, packing, 128].
 
-    Of tokens that share a row of words [num_tokens, 1, packing / tokens, lanes], each token's part.
+    Of tokens that share a row of words [num_tokens, rows, packing / tokens, 128], each token's part.
     """
     k, v = stored(new_k, k_scale, pages.dtype), stored(new_v, v_scale, pages.dtype)
-    rows, packing, lanes = pages.shape[2:]
-    return _packed(k, v, (rows, packing // tokens_per_row(k.shape[1], packing), lanes))
+    num_tokens, heads, head_dim = k.shape
+    part, pieces = pages.shape[3] // tokens_per_row(heads, pages.shape[3]), lane_pieces(head_dim)
+    rows = jnp.stack([k, v], axis=2).reshape(num_tokens, 1, 2 * heads, head_dim)  # K0, V0, K1, V1, ...
+    padding = [(0, 0), (0, 0), (0, pages.shape[2] // pieces * part - 2 * heads), (0, pieces * TPU_LANES - head_dim)]
+    return pages_of_tokens(jnp.pad(rows, padding), 1, part)[:, 0]
 
 
 def _with_parts_of_rows(
-    pages: jax.Array,  # [pages, page_size / tokens, 1, packing, lanes]
-    parts: jax.Array,  # [num_tokens, 1, packing / tokens, lanes]
+    pages: jax.Array,  # [pages, page_size / tokens, rows, packing, 128]
+    parts: jax.Array,  # [num_tokens, rows, packing / tokens, 128]
     page: jax.Array,  # int32[num_tokens]
     offset: jax.Array,  # int32[num_tokens]
 ) -> jax.Array:
@@ -59,12 +63,5 @@ def _with_parts_of_rows(
     size = parts.shape[2]
     tokens = pages.shape[3] // size
     place = (offset % tokens * size)[:, None] + jnp.arange(size, dtype=jnp.int32)
-    return pages.at[page[:, None], offset[:, None] // tokens, 0, place].set(parts[:, 0], mode="drop")
-
-
-def _packed(k: jax.Array, v: jax.Array, token_shape: tuple[int, ...]) -> jax.Array:
-    """Rows K0, V0, K1, V1, ... of each token, padded with zeros to `token_shape` (rows, packing, lanes)."""
-    rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
-    num_rows, packing, lanes = token_shape
-    padding = [(0, 0), (0, num_rows * packing - rows.shape[1]), (0, lanes - rows.shape[2])]
-    return jnp.pad(rows, padding).reshape(-1, *token_shape)
+    index = (page[:, None, None], offset[:, None, None] // tokens, jnp.arange(parts.shape[1])[:, None], place[:, None])
+    return pages.at[index].set(parts, mode="drop")

@@ -23,13 +23,11 @@ def check(
     checks.check_pages(OP, pages)
     checks.check_array(OP, "new_k", new_k, (None, None, None), "[num_tokens, num_kv_heads, head_dim]")
     num_tokens, num_kv_heads, head_dim = new_k.shape
-    heads = checks.resolve_kv_heads(OP, pages, num_kv_heads if len(pages) == 1 else None)
+    heads = checks.resolve_kv_heads(OP, pages, head_dim, num_kv_heads if len(pages) == 1 else None)
     head_dims = [array.shape[-1] for array in pages] if len(pages) == 2 else [head_dim, head_dim]
     axes = "[num_tokens, num_kv_heads, head_dim] as the pages hold"
     checks.check_array(OP, "new_k", new_k, (num_tokens, heads, head_dims[0]), axes)
     checks.check_array(OP, "new_v", new_v, (num_tokens, heads, head_dims[1]), axes)
-    if head_dim > pages[0].shape[-1]:
-        raise ValueError(f"{OP}: expected head_dim <= {pages[0].shape[-1]}, the pages' lanes, got {head_dim}")
     checks.check_floating(OP, "new_k", new_k)
     checks.check_floating(OP, "new_v", new_v)
     checks.check_array(OP, "slot_mapping", slot_mapping, (num_tokens,), "[num_tokens]")

@@ -46,5 +46,6 @@ def latent_write(
     (latent,) = pages
     values = entries.encode(states)
     values = LatentPages(latent, page_size, values.shape[-1]).as_stored(values, scale)
-    packing = latent.shape[2]
-    return (merge_rows(values, latent, slot_mapping, page_size=page_size, places=packing, name="latent_write"),)
+    by_row = latent.reshape(*latent.shape[:2], 1, *latent.shape[2:])
+    written = merge_rows(values[:, None, None], by_row, slot_mapping, page_size=page_size, name="latent_write")
+    return (written.reshape(latent.shape),)

@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.cases.latents import hard_tables
 from pallas_kernels.cases.numbers import hidden, random_values
-from pallas_kernels.cases.pages import by_token
+from pallas_kernels.cases.pages import by_token, with_tokens
 from pallas_kernels.cases.steps import hard_step, random_rows
 from pallas_kernels.layouts import PageLayout, attention_layout
 from pallas_kernels.ragged_paged_attention.oracle import Options, attention, seen_keys, unpacked
@@ -71,8 +71,10 @@ class Case:
         own = range(rank, self.shape.page_size, size)
 
         def of_own(pages: np.ndarray) -> np.ndarray:
-            tokens = pages.reshape(pages.shape[0], self.shape.page_size, -1)[:, own]  # rows hold one token, or more
-            return tokens.reshape(pages.shape[0], pages.shape[1] // size, *pages.shape[2:])
+            if self.shape.platform != "tpu":
+                return pages[:, own]
+            heads = self.shape.num_kv_heads
+            return with_tokens(pages, heads, by_token(pages, heads, self.shape.head_dim)[:, own])
 
         return dataclasses.replace(self, pages=tuple(of_own(pages) for pages in self.pages))
 
@@ -111,7 +113,9 @@ def make_case(
 def _pages(rng: np.random.Generator, shape: Shape, array: tuple[int, ...], seen: np.ndarray) -> np.ndarray:
     """Random numbers where `seen` (bool[pages, page_size]); page 0 is zero."""
     values = random_values(rng, array, shape.kv_dtype)
-    slots = by_token(values, shape.num_kv_heads) if shape.platform == "tpu" else values
+    is_packed = shape.platform == "tpu"
+    slots = by_token(values, shape.num_kv_heads, shape.head_dim) if is_packed else values
     slots[~seen] = hidden(values.dtype)
+    values = with_tokens(values, shape.num_kv_heads, slots) if is_packed else values
     values[0] = np.zeros((), values.dtype)
     return values

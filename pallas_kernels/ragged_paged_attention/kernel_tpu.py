@@ -8,7 +8,7 @@ reads
 
     its queries      decode: by the grid's pipeline; tiles: one DMA, the next item's under way meanwhile
     its KV blocks    one DMA a page into a ring of buffers, those of the next blocks of all items under way
-                     meanwhile (`tpu_ring`); bytes: pages seen * page_size * padded rows * lanes
+                     meanwhile (`tpu_ring`); bytes: pages seen * page_size * rows * packing * 128
     and writes       its own rows of the output
 
 New KV, if the call brings some, is written by the first step of the decode launch. Meanwhile the ring is filled, up to
@@ -36,7 +36,7 @@ from pallas_kernels.checks import page_tokens
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.kv_write import reference as kv_rows
 from pallas_kernels.kv_write.kernel_tpu import copy_rows, kv_write, write_runs, written_pages
-from pallas_kernels.layouts import KV_CACHE_DTYPES, tokens_per_row
+from pallas_kernels.layouts import KV_CACHE_DTYPES, lane_pieces, tokens_per_row
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import tpu_rows, tpu_tiles
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
@@ -96,7 +96,7 @@ def reason_not_supported(
 )
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
-    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size / tokens a row, rows, packing, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size / tokens a row, rows, packing, 128],)
     block_tables: jax.Array,  # int32[S, P]
     seq_lens: jax.Array,  # int32[S]
     query_start_loc: jax.Array,  # int32[S + 1]
@@ -168,7 +168,7 @@ class _Write(NamedTuple):
 
     runs: jax.Array  # table of `write_runs`
     pages: jax.Array  # of `written_pages`
-    rows: jax.Array  # [T, rows, packing, lanes] as pages hold them
+    rows: jax.Array  # [T, rows, packing, 128] as pages hold them
 
 
 class _Result(NamedTuple):
@@ -199,10 +199,10 @@ def _config(
     common: _Common, pages: jax.Array, q: jax.Array, num_columns: int, queries: int, tuning: Tuning
 ) -> TpuConfig:
     """Static sizes of one launch."""
-    page_size, (rows, packing, lanes) = page_tokens([pages], common.num_kv_heads), pages.shape[2:]
-    tokens = tokens_per_row(common.num_kv_heads, packing)
+    page_size, (rows, packing) = page_tokens([pages], common.num_kv_heads), pages.shape[2:4]
+    tokens, lanes = tokens_per_row(common.num_kv_heads, packing), lane_pieces(q.shape[2]) * LANES
     is_short = q.dtype == jnp.bfloat16 and pages.dtype.itemsize <= 2
-    token_bytes = (rows | 1) * 4 * lanes // tokens
+    token_bytes = (rows | 1) * 4 * LANES // tokens
     block, buffers = (
         (tuning.decode_block, tuning.decode_buffers) if queries == 1 else (tuning.tile_block, tuning.tile_buffers)
     )

@@ -57,7 +57,7 @@ def unpacked(pages: tuple[np.ndarray, ...], num_kv_heads: int, head_dim: int) ->
     """K and V as float64[pages, page_size, Hkv, D] of either layout."""
     if len(pages) == 2:
         return pages[0].astype(np.float64), pages[1].astype(np.float64)
-    rows = by_token(pages[0], num_kv_heads).astype(np.float64)
+    rows = by_token(pages[0], num_kv_heads, head_dim).astype(np.float64)
     return (
         np.stack([rows[:, :, 2 * h, :head_dim] for h in range(num_kv_heads)], axis=2),
         np.stack([rows[:, :, 2 * h + 1, :head_dim] for h in range(num_kv_heads)], axis=2),

@@ -2,9 +2,8 @@
 
 Flow:    item table + block tables + pages in HBM -> [KVBlocks.start / wait] -> VMEM -> [KVBlocks.load] -> [n, lanes]
 
-A page is one DMA for each 128 lanes, which lie apart, since strided loads take 128. The buffer has one spare row a
-token where a token has an even number of rows, so that the stride of a head's load is odd: with a stride of 8 or 16 the
-compiler splits each load.
+A page is one DMA. The buffer has one spare row a token where a token has an even number of rows, so that the stride of
+a head's load is odd: with a stride of 8 or 16 the compiler splits each load.
 
 Where tokens share rows of words (`layouts.tokens_per_row`), a page fills as many rows fewer; words of two tokens, taken
 for rows of 16-bit numbers, are theirs one below the other.
@@ -24,13 +23,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 from pallas_kernels.tpu.block_mask import kept_slots
 from pallas_kernels.tpu.items import ItemTable
-from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, elements, load_row, packing, recast
+from pallas_kernels.tpu.mosaic import LANES, Ref, elements, load_row, packing, recast
 
 
 def buffer_shape(config: TpuConfig, pages: jax.Array) -> tuple[int, ...]:
-    """Shape of the buffers for `pages` [pages, page_size / tokens a row, rows, packing, lanes]."""
+    """Shape of the buffers for `pages` [pages, page_size / tokens a row, rows, packing, 128]."""
     rows, pack, lanes = pages.shape[2:]
-    return (config.buffers, lanes // LANES, config.block // config.tokens_per_row, rows | 1, pack, LANES)
+    return (config.buffers, config.block // config.tokens_per_row, rows | 1, pack, lanes)
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class KVBlocks:
 
     config: TpuConfig
     items: ItemTable
-    pages: Ref  # HBM [num_pages, page_size / tokens a row, rows, packing, lanes]
+    pages: Ref  # HBM [num_pages, page_size / tokens a row, rows, packing, 128]
     buffer: Ref  # VMEM, `buffer_shape`
     arrived: Ref  # DMA semaphores, one a buffer
 
@@ -53,9 +52,8 @@ class KVBlocks:
 
     def wait(self, num_pages: jax.Array | int, slot: jax.Array) -> None:
         """Waits for the first pages of a block."""
-        for piece in range(self.config.num_pieces):
-            window = self._window(slot, piece, 0, num_pages)
-            pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait()  # for as many bytes as it has
+        window = self._window(slot, 0, num_pages)
+        pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait()  # for as many bytes as it has
 
     def load(
         self,
@@ -73,15 +71,15 @@ class KVBlocks:
             return self._load_shared(slot, value, first, count, kept)
         dtype, pushed_dtype, (base, offset) = self.buffer.dtype, self.config.pushed_dtype, head
         pack = packing(dtype)
-        row, place = base * 2 // pack + (2 * offset + value) // pack, (2 * offset + value) % pack
+        word, place = base * 2 // pack + (2 * offset + value) // pack, (2 * offset + value) % pack
         pieces = []
         for piece in range(self.config.num_pieces):
             of_piece = None if kept is None else kept[:, piece * LANES : (piece + 1) * LANES]
-            word = load_row(self.buffer, (slot, piece), first, count, row)
+            words = load_row(self.buffer, (slot,), first, count, word * self.config.num_pieces + piece)
             masks_words = jnp.dtype(pushed_dtype).itemsize == 1
             if of_piece is not None and masks_words:
-                word = jnp.where(of_piece, word, jnp.zeros_like(word))
-            x = _element(word, place, dtype, pushed_dtype).astype(pushed_dtype)
+                words = jnp.where(of_piece, words, jnp.zeros_like(words))
+            x = _element(words, place, dtype, pushed_dtype).astype(pushed_dtype)
             if of_piece is not None and not masks_words:
                 x = jnp.where(of_piece, x, jnp.zeros_like(x))
             pieces.append(x)
@@ -100,27 +98,21 @@ class KVBlocks:
         """`load` of the one head where two tokens of 8 bits share a row of words."""
         pieces = []
         for piece in range(self.config.num_pieces):
-            words = load_row(self.buffer, (slot, piece), first // 2, count // 2, 0)
+            words = load_row(self.buffer, (slot,), first // 2, count // 2, piece)
             if kept is not None:
                 words = words & kept
             numbers = elements(words >> (8 * value), jnp.dtype("uint16")).astype(jnp.uint8)
             pieces.append(recast(numbers, self.buffer.dtype).astype(self.config.pushed_dtype))
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
-    def _window(self, slot: jax.Array, piece: int, page: jax.Array | int, count: jax.Array | int) -> Ref:
-        """The part of the buffer that one piece of the lanes of `count` pages of a block fills."""
+    def _window(self, slot: jax.Array, page: jax.Array | int, count: jax.Array | int) -> Ref:
+        """The part of the buffer that `count` pages of a block fill."""
         size = self.pages.shape[1]
-        return self.buffer.at[slot, piece, pl.ds(page * size, count * size), pl.ds(0, self.pages.shape[2])]
+        return self.buffer.at[slot, pl.ds(page * size, count * size), pl.ds(0, self.pages.shape[2])]
 
     def _start_page(self, entry: jax.Array, j: jax.Array | int, slot: jax.Array) -> None:
-        for piece in range(self.config.num_pieces):
-            self._copy(entry, j, slot, piece).start()
-
-    def _copy(self, entry: jax.Array, j: jax.Array | int, slot: jax.Array, piece: int) -> Copy:
         source = self.pages.at[self.items.entries[entry]]
-        if self.config.num_pieces > 1:
-            source = source.at[:, :, :, pl.ds(piece * LANES, LANES)]
-        return pltpu.make_async_copy(source, self._window(slot, piece, j, 1), self.arrived.at[slot])
+        pltpu.make_async_copy(source, self._window(slot, j, 1), self.arrived.at[slot]).start()
 
 
 def _element(word: jax.Array, place: int, dtype: jnp.dtype, pushed_dtype: str) -> jax.Array:

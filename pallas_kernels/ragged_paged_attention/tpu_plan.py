@@ -23,7 +23,7 @@ class TpuConfig:
     soft_cap: float | None
     num_kv_heads: int
     group: int  # query heads per KV head
-    lanes: int  # head dimension as pages hold it, a multiple of 128
+    lanes: int  # head dimension in whole pieces of 128
     page_size: int
     tokens_per_row: int  # tokens of a page that share a row of words
     compute_dtype: str  # of the matrix products' operands: bfloat16 or float32

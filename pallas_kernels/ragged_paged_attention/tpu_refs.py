@@ -31,7 +31,7 @@ class Refs(NamedTuple):
     num_items: Ref  # SMEM int32[1]
     tables: Ref  # int32[S * table_stride], SMEM or HBM
     q: Ref  # decode: those of the step's items; tiles: HBM
-    pages: Ref  # HBM [pages, page_size / tokens a row, rows, packing, lanes]
+    pages: Ref  # HBM [pages, page_size / tokens a row, rows, packing, 128]
     out: Ref  # as q
     buffer: Ref  # `tpu_pages.buffer_shape`
     arrived: Ref  # DMA semaphores, one a buffer
@@ -42,7 +42,7 @@ class Refs(NamedTuple):
     tile: TileRefs | None  # None: it decodes
     runs: Ref = None  # SMEM int32[3 * T + 1] of `write_runs`; with the next three where the launch writes new KV
     written: Ref = None  # int32[n, 128] of `written_pages`
-    new_rows: Ref = None  # HBM [T, rows, packing, lanes]
+    new_rows: Ref = None  # HBM [T, rows, packing, 128]
     rows_arrived: Ref = None  # DMA semaphore
     sinks: Ref = None  # base-2 logits as `tpu_rows.per_row`, like the next two
     k_scale: Ref = None

@@ -28,11 +28,10 @@ def check_heads(
     checks.check_pages(OP, pages)
     if num_kv_heads is None and new_kv is not None and np.ndim(new_kv[0]) == 3:
         num_kv_heads = new_kv[0].shape[1]
-    num_kv_heads = checks.resolve_kv_heads(OP, pages, num_kv_heads)
     num_tokens, num_q_heads, head_dim = q.shape
-    lanes = pages[0].shape[-1]
-    if head_dim > lanes or (len(pages) == 2 and head_dim != lanes):
-        raise ValueError(f"{OP}: expected q's head_dim as the K pages' {lanes}, got {head_dim}")
+    num_kv_heads = checks.resolve_kv_heads(OP, pages, head_dim, num_kv_heads)
+    if len(pages) == 2 and head_dim != pages[0].shape[-1]:
+        raise ValueError(f"{OP}: expected q's head_dim as the K pages' {pages[0].shape[-1]}, got {head_dim}")
     if num_q_heads < 1 or num_q_heads % num_kv_heads:
         raise ValueError(f"{OP}: expected a multiple of {num_kv_heads} KV heads as query heads, got {num_q_heads}")
     if num_tokens < 1:

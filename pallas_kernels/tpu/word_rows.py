@@ -6,8 +6,8 @@ A DMA moves whole words, so entries are sorted by slot, those of one row are put
 a whole, its other bits come from the pages. Every row has the same number of places, one after another from the lowest
 bits of its words on, each for one entry.
 
-Grid: one step per `CHUNK_ROWS` rows, as many as the call touches. A step reads and writes CHUNK_ROWS * lanes words; a
-run of rows inside a page is one DMA each way: a decode token one, the tokens of a prefill one a page.
+Grid: one step per `CHUNK_ROWS` rows, as many as the call touches. A step reads and writes CHUNK_ROWS * pieces * lanes
+words; a run of rows inside a page is one DMA each way: a decode token one, the tokens of a prefill one a page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.tpu.call import Operand, call
 from pallas_kernels.tpu.dma_runs import copy_all, copy_runs
-from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Copy, Ref, load_words, store_words
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Copy, Ref, load_row, store_row
 
 CHUNK_ROWS = 256
 
@@ -37,19 +37,19 @@ class RowPlan(NamedTuple):
 
 
 def merge_rows(
-    entries: jax.Array,  # [num_entries, packing / places * lanes] the numbers of a place, in the pages' dtype
-    pages: jax.Array,  # [pages, rows, packing, lanes]
+    entries: jax.Array,  # [num_entries, pieces, packing / places, lanes] the numbers of a place, in the pages' dtype
+    pages: jax.Array,  # [pages, rows, pieces, packing, lanes]
     slot_mapping: jax.Array,  # int32[num_entries] page * page_size + place, -1: skip
     *,
     page_size: int,  # entries of a page
-    places: int,  # entries of a row
     name: str,
 ) -> jax.Array:
     """The pages with every entry at its slot; slots of page 0 and -1 are skipped."""
-    rows_per_page, packing, lanes = pages.shape[1:]
+    row_shape = pages.shape[2:]
     chunk = min(CHUNK_ROWS, cdiv(entries.shape[0], SUBLANES) * SUBLANES)
-    plan = plan_rows(slot_mapping, page_size, rows_per_page, places, chunk)
-    rows = jnp.where(plan.entries[..., None] >= 0, entries.at[plan.entries].get(mode="clip"), 0)
+    plan = plan_rows(slot_mapping, page_size, pages.shape[1], row_shape[1] // entries.shape[2], chunk)
+    is_new = plan.entries[..., None, None, None] >= 0
+    rows = jnp.where(is_new, entries.at[plan.entries].get(mode="clip"), 0)  # [R, places, pieces, ...]
     return call(
         _merge,
         _Refs,
@@ -58,13 +58,14 @@ def merge_rows(
         scalars={"runs": plan.runs},
         inputs={
             "rows": Operand(
-                rows.reshape(-1, packing, lanes), pl.BlockSpec((chunk, packing, lanes), lambda i, _: (i, 0, 0))
+                rows.swapaxes(1, 2).reshape(-1, *row_shape),
+                pl.BlockSpec((chunk, *row_shape), lambda i, _: (i, 0, 0, 0)),
             ),
             "old_bits": Operand(_old_bits(plan.entries), pl.BlockSpec((chunk, LANES), lambda i, _: (i, 0))),
         },
         outputs={},
         in_place={"pages": pages},
-        scratch={"merged": pltpu.VMEM((chunk, packing, lanes), pages.dtype), "arrived": pltpu.SemaphoreType.DMA},
+        scratch={"merged": pltpu.VMEM((chunk, *row_shape), pages.dtype), "arrived": pltpu.SemaphoreType.DMA},
         vmem_limit_bytes=16 << 20,
     )["pages"]
 
@@ -104,10 +105,10 @@ class _Refs(NamedTuple):
     """References of a chunk of rows."""
 
     runs: Ref  # SMEM int32[chunks * (3 * chunk + 1)] of `RowPlan`
-    rows: Ref  # [chunk, packing, lanes] new entries, 0 where the old one stays
+    rows: Ref  # [chunk, pieces, packing, lanes] new entries, 0 where the old one stays
     old_bits: Ref  # uint32[chunk, 128]
-    pages: Ref  # HBM [pages, rows, packing, lanes]
-    merged: Ref  # [chunk, packing, lanes]
+    pages: Ref  # HBM [pages, rows, pieces, packing, lanes]
+    merged: Ref  # [chunk, pieces, packing, lanes]
     arrived: Ref  # DMA semaphore
 
 
@@ -129,6 +130,8 @@ def _merge(refs: _Refs) -> None:
 
     table = pl.program_id(0) * (3 * chunk + 1)
     copy_all(runs, read, first=table, size=chunk)
-    stays = jnp.concatenate([old_bits[...]] * (rows.shape[2] // LANES), axis=1)
-    store_words(merged, (load_words(merged) & stays) | load_words(rows))
+    stays = jnp.concatenate([old_bits[...]] * (rows.shape[3] // LANES), axis=1)
+    for piece in range(rows.shape[1]):
+        old, new = (load_row(ref, (), 0, chunk, piece) for ref in (merged, rows))
+        store_row(merged, piece, (old & stays) | new)
     copy_all(runs, write, first=table, size=chunk)

@@ -59,15 +59,15 @@ def test_split_pages(dtype: str, platform: str) -> None:
         ("int8", 3, (2, 4)),
     ],
 )
-@pytest.mark.parametrize(("head_dim", "lanes"), [(64, 128), (128, 128), (192, 256)])
-def test_packed_pages(dtype: str, num_kv_heads: int, rows: tuple[int, int], head_dim: int, lanes: int) -> None:
-    """Rows K0, V0, K1, V1, ... packed into 32-bit words, lanes padded to 128; the bytes count the padding."""
+@pytest.mark.parametrize(("head_dim", "pieces"), [(64, 1), (128, 1), (192, 2), (512, 4)])
+def test_packed_pages(dtype: str, num_kv_heads: int, rows: tuple[int, int], head_dim: int, pieces: int) -> None:
+    """Rows of 128 lanes: K0, V0, K1, V1, ... in 32-bit words, each as many rows as a head needs; all bytes count."""
     layout = attention_layout(num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=8, dtype=dtype, platform="tpu")
     (kv,) = layout.arrays
     assert (layout.kind, kv.name) == ("packed", "kv")
-    assert kv.shape(5) == (5, 8, *rows, lanes)
+    assert kv.shape(5) == (5, 8, rows[0] * pieces, rows[1], 128)
     assert kv.axes == (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
-    assert layout.page_bytes == math.prod((8, *rows, lanes)) * BYTES[dtype]
+    assert layout.page_bytes == math.prod((8, *rows, 128 * pieces)) * BYTES[dtype]
     assert rows[1] * dtype_bits(dtype) == 32
     assert 2 * num_kv_heads <= math.prod(rows) < 2 * num_kv_heads + rows[1]
 

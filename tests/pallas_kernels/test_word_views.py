@@ -76,13 +76,13 @@ def test_keys_and_values_of_a_head(dtype: str, pushed: str, pieces: int, monkeyp
     """Of any head of a token: the numbers of its row and place, whatever else its words hold; 0 where not kept."""
     heads, pack = 8, packing_of(jnp.dtype(dtype))
     rows = 2 * heads // pack
-    x = numbers(3, (2, pieces, 32, rows | 1, pack, 128), dtype)
+    x = numbers(3, (2, 32, pieces * rows | 1, pack, 128), dtype)
     compile_path(monkeypatch)
     kv = KVBlocks(namespace(num_pieces=pieces, pushed_dtype=pushed, tokens_per_row=1), None, None, WordRef.of(x), None)  # type: ignore[arg-type]
     kept = np.broadcast_to(np.arange(16)[:, None] % 3 != 0, (16, pieces * 128))
     for base, offset, value in ((0, 0, 0), (0, 3, 1), (4, 1, 0), (4, 3, 1)):
-        column = 2 * (base + offset) + value
-        expected = np.concatenate(list(x[1, :, 8:24, column // pack, column % pack]), axis=1)
+        word, place = divmod(2 * (base + offset) + value, pack)
+        expected = x[1, 8:24, word * pieces : (word + 1) * pieces, place].reshape(16, -1)
         expected = expected.astype(jnp.dtype(pushed))
         same(kv.load(jnp.int32(1), (base, offset), value, 8, 16), expected)
         masked = kv.load(jnp.int32(1), (base, offset), value, 8, 16, jnp.asarray(kept))
@@ -103,8 +103,8 @@ def test_keys_and_values_of_tokens_that_share_words(
     dtype: str, pushed: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K and V of one head in the order of the tokens; 0 where not kept, NaN in the other half of a word or not."""
-    tokens = numbers(4, (2, pieces, 64, 2, 128), dtype)  # K and V of 64 tokens
-    x = tokens.reshape(2, pieces, 32, 1, 4, 128)
+    tokens = numbers(4, (2, 32, pieces, 4, 128), dtype)  # K and V of two tokens in each word
+    x = np.pad(tokens, [(0, 0), (0, 0), (0, 1 - pieces % 2), (0, 0), (0, 0)])
     compile_path(monkeypatch)
     sizes = namespace(num_pieces=pieces, pushed_dtype=pushed, tokens_per_row=2)
     kv = KVBlocks(sizes, None, None, WordRef.of(x), None)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_keys_and_values_of_tokens_that_share_words(
     bits = np.where(kept[0::2], 0xFFFF, 0) | np.where(kept[1::2], 0xFFFF0000, 0)
     bits = jnp.asarray(np.broadcast_to(bits.astype(np.uint32)[:, None], (16, 128)))
     for value in (0, 1):
-        expected = np.concatenate(list(tokens[1, :, 16:48, value]), axis=1).astype(jnp.dtype(pushed))
+        expected = tokens[1, 8:24, :, value::2].swapaxes(1, 2).reshape(32, -1).astype(jnp.dtype(pushed))
         same(kv.load(jnp.int32(1), (0, 0), value, 16, 32), expected)
         masked = kv.load(jnp.int32(1), (0, 0), value, 16, 32, bits)
         same(masked, np.where(kept[:, None], expected, np.zeros((), expected.dtype)))

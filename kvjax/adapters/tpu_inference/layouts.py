@@ -10,9 +10,9 @@ Source:  vllm-project/tpu-inference: `get_kv_cache_shape` of ragged_paged_attent
     MLAv2Layout            [pages, ceil(page_size / packing), packing, ceil128(Dl) + ceil128(Dr)]
     the same, transposed   [pages, ceil128(Dl) + ceil128(Dr), page_size]
 
-`RPAv3Layout` is kvjax's own layout on TPU: `kv_write` fills it. But one KV head of 8 bits on a device is padded to
-whole words there, which kvjax's tokens share: such pages are kvjax's of two heads, the second of zeros. Padding is
-zero.
+`RPAv3Layout` of head dimensions up to 128 is kvjax's own layout on TPU: `kv_write` fills it. But one KV head of 8 bits
+on a device is padded to whole words there, which kvjax's tokens share: such pages are kvjax's of two heads, the second
+of zeros. Padding is zero.
 """
 
 from __future__ import annotations

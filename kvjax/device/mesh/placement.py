@@ -20,7 +20,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from kvjax.core.spec import KVCacheSpec
 from kvjax.device.mesh.context_ranks import ContextRanks
-from pallas_kernels.layouts import HEAD_AXIS, PAGE_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout, tokens_per_row
+from pallas_kernels.layouts import (
+    HEAD_AXIS,
+    PAGE_AXIS,
+    TOKEN_AXIS,
+    ArrayLayout,
+    PageLayout,
+    lane_pieces,
+    tokens_per_row,
+)
 
 TENSOR_AXIS = "tensor"
 CONTEXT_AXIS = "context"
@@ -173,19 +181,20 @@ class Placement:
                     raise ValueError(f"states of {rows} heads or channels do not split over {shards} devices; {remedy}")
         if shards == 1 or len(spec.entry_shapes) != 2:  # K and V
             return
-        heads = spec.entry_shapes[0][0]
+        heads, head_dim = spec.entry_shapes[0]
         if heads % shards:
             raise ValueError(f"{heads} KV heads do not split over {shards} devices; {remedy}")
-        for array in layout.arrays:
-            rows = array.page_shape[array.axes.index(HEAD_AXIS)]
-            packing = array.page_shape[2] if layout.kind == "packed" else 1
-            tokens = tokens_per_row(heads // shards, packing)
-            is_split = rows % shards == 0 and rows // shards * packing == 2 * heads // shards * tokens
-            if layout.kind == "packed" and (layout.tokens_per_row != tokens or not is_split):
-                raise ValueError(
-                    f"{heads} KV heads of {array.dtype} pack {packing} rows a word and do not split over "
-                    f"{shards} devices; {remedy}"
-                )
+        if layout.kind != "packed":
+            return
+        (array,) = layout.arrays
+        (rows, packing), pieces = array.page_shape[1:3], lane_pieces(head_dim)
+        tokens = tokens_per_row(heads // shards, packing)
+        is_split = rows % (shards * pieces) == 0 and rows * packing == 2 * heads * tokens * pieces
+        if layout.tokens_per_row != tokens or not is_split:
+            raise ValueError(
+                f"{heads} KV heads of {array.dtype} pack {packing} rows a word and do not split over "
+                f"{shards} devices; {remedy}"
+            )
 
     def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` run once per device, as `per_device` says, on its part of the heads."""

@@ -3,7 +3,8 @@
 Source: jax.experimental.pallas.ops.tpu.{paged_attention, ragged_paged_attention}
 
 They know neither sinks nor chunk masks. `ragged_paged_attention` reads pages [pages, page_size, 2 * heads, D], which
-are our packed pages without padding; `paged_attention` decodes over K and V pages [heads, pages, page_size, D].
+are the tokens of our packed pages without padding; `paged_attention` decodes over K and V pages [heads, pages,
+page_size, D].
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases.case import Arguments, Case
-from pallas_kernels.checks import page_tokens
+from pallas_kernels.layouts import lane_pieces, tokens_per_row
+from pallas_kernels.packed_pages import tokens_of_pages
 from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 from scripts.lab.bench.platform import Rival
 
@@ -47,7 +49,8 @@ def _combined(case: AttentionCase, arguments: Arguments) -> Arguments:
 def _rows_of_tokens(case: AttentionCase, pages: tuple[jax.Array, ...]) -> jax.Array:
     """Packed pages as [pages, page_size, K0 V0 K1 V1 ... and padding, lanes]."""
     (packed,) = pages
-    return packed.reshape(packed.shape[0], page_tokens(pages, case.kv_heads), -1, packed.shape[-1])
+    tokens = tokens_per_row(case.kv_heads, packed.shape[3])
+    return tokens_of_pages(packed, tokens, lane_pieces(case.head_dim))
 
 
 def _ragged(case: AttentionCase, pages: Any, rest: Any) -> tuple[Any, tuple[()]]:

@@ -85,6 +85,16 @@ def test_every_device_holds_whole_heads(platform: str, dtype: str, kv_heads: int
             fake_placement(4).check_heads(spec, layout)
 
 
+def test_a_word_of_two_heads_is_not_split_by_its_pieces() -> None:
+    """Three heads of 8 bits a device fill one and a half words, and so three rows of 128 lanes."""
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=12, head_size=200, dtype="int8")
+    layout = spec.page_layout("tpu", 4)
+    assert layout.arrays[0].page_shape == (4, 12, 4, 128)
+    fake_placement(2).check_heads(spec, layout)
+    with pytest.raises(ValueError, match="12 KV heads of int8 pack 4 rows a word and do not split over 4"):
+        fake_placement(4).check_heads(spec, layout)
+
+
 def test_heads_of_8_bits_split_to_one_a_device() -> None:
     """Pages laid out for four devices: two tokens of a head share its words."""
     spec = FullAttentionSpec(block_size=4, num_kv_heads=4, head_size=8, dtype="float8_e4m3fn")

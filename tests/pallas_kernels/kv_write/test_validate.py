@@ -49,11 +49,11 @@ BAD = {
     "scale_dtype": ({"k_scale": jnp.ones((), jnp.int32)}, "expected k_scale of dtype float32"),
     "packed_heads": (
         {"pages": PACKED, "new_k": jnp.zeros((5, 5, 8)), "new_v": jnp.zeros((5, 5, 8))},
-        r"expected num_kv_heads out of \[2\] for 2 rows of packing 2, got 5",
+        r"expected num_kv_heads out of \[2\] for 2 rows of packing 2 and head_dim 8, got 5",
     ),
     "packed_dim": (
         {"pages": PACKED, "new_k": jnp.zeros((5, 2, 130)), "new_v": jnp.zeros((5, 2, 130))},
-        "expected head_dim <= 128, the pages' lanes, got 130",
+        r"expected num_kv_heads out of \[1\] for 2 rows of packing 2 and head_dim 130, got 2",
     ),
     "packed_v": ({"pages": PACKED, "new_v": jnp.zeros((5, 2, 16))}, r"expected new_v .* of shape \(5, 2, 8\)"),
 }

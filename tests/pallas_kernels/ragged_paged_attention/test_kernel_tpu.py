@@ -258,15 +258,16 @@ def test_float8_pages_may_be_products_operands(kv_dtype: str, monkeypatch: pytes
 @pytest.mark.parametrize("step", ["whole", "any"])
 def test_a_planted_race_is_found(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages loaded into the buffer that is attended next, where whole blocks start or others: a race is reported."""
-    copy = KVBlocks._copy
+    start = KVBlocks._start_page
 
-    def into_the_next_buffer(self: KVBlocks, entry: Any, j: Any, slot: Any, piece: int) -> Any:
+    def into_the_next_buffer(self: KVBlocks, entry: Any, j: Any, slot: Any) -> None:
         if (step == "whole") != isinstance(j, int):
-            return copy(self, entry, j, slot, piece)
-        window = self._window(1 - slot, piece, j, 1)
-        return pltpu.make_async_copy(self.pages.at[self.items.entries[entry]], window, self.arrived.at[slot])
+            start(self, entry, j, slot)
+            return
+        page, window = self.pages.at[self.items.entries[entry]], self._window(1 - slot, j, 1)
+        pltpu.make_async_copy(page, window, self.arrived.at[slot]).start()
 
-    monkeypatch.setattr(KVBlocks, "_copy", into_the_next_buffer)
+    monkeypatch.setattr(KVBlocks, "_start_page", into_the_next_buffer)
     jax.clear_caches()
     shape = dataclasses.replace(SHORT, num_tokens=1, num_columns=40)
     run = compiled(shape, Options(), SMALL_BLOCKS._replace(decode_buffers=2))

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.pages import by_token, with_tokens
 from pallas_kernels.interpret.on_tpu import compile_on_tpu
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.oracle import Options, by_token
+from pallas_kernels.ragged_paged_attention.oracle import Options
 from pallas_kernels.ragged_paged_attention.tpu_plan import block_slots, ring_buffers
 from tests.pallas_kernels.cases import Shape, assert_close, assert_matches_oracle, make_case, random_values
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_tpu import SMALL_BLOCKS, assert_right, compiled
@@ -77,16 +78,18 @@ def test_new_kv_fills_the_other_halves_of_words(backend: str) -> None:
     rows = [(1, 302), (5, 20), (7, 140)]
     case = make_case(5, SHAPE, rows)
     new = [random_values(np.random.default_rng(n), (24, 1, 80), "float8_e4m3fn").astype(np.float32) for n in range(2)]
-    slots, pages = np.full(24, -1, np.int32), case.pages[0].copy()
-    tokens = by_token(pages, 1)
+    slots = np.full(24, -1, np.int32)
+    before, after = (by_token(case.pages[0], 1, 80) for _ in range(2))
     for s, (q_len, seq_len) in enumerate(rows):
         for t, pos in enumerate(range(seq_len - q_len, seq_len)):
             token = int(case.query_start_loc[s]) + t
             page, place = case.block_tables[s, pos // 16], pos % 16
             slots[token] = page * 16 + place
-            tokens[page, place] = np.zeros((), pages.dtype)
-            tokens[page, place, :, :80] = np.stack([x[token, 0] for x in new]).astype(pages.dtype)
-            by_token(case.pages[0], 1)[page, place] = np.nan  # before it is written
+            before[page, place] = np.nan
+            after[page, place] = np.zeros((), after.dtype)
+            after[page, place, :, :80] = np.stack([x[token, 0] for x in new]).astype(after.dtype)
+    case = dataclasses.replace(case, pages=(with_tokens(case.pages[0], 1, before),))
+    pages = with_tokens(case.pages[0], 1, after)
 
     def step(*arrays: Any) -> Any:
         *arrays, k, v, slots = arrays

@@ -63,7 +63,7 @@ BAD = {
     "heads_low": ({"num_kv_heads": 0}, "expected num_kv_heads to be an integer >= 1, got 0"),
     "heads_open": (
         {"pages": PACKED_FP8},
-        r"expected num_kv_heads out of \[1, 2\] for 1 rows of packing 4, got None; state it, since packing pads",
+        r"expected num_kv_heads out of \[1, 2\] for 1 rows of packing 4 and head_dim 8, got None; state it",
     ),
     "heads_packed": ({"pages": PACKED_FP8, "num_kv_heads": 3}, r"expected num_kv_heads out of \[1, 2\] .* got 3"),
     "tables_rank": ({"block_tables": ints(0, 0)}, r"expected block_tables \[num_seqs, pages_per_seq\] .* got \(2,\)"),
