@@ -24,8 +24,7 @@ from kvjax.errors import KVCacheError
 
 COMMANDS = {
     "generate": "continue prompts with a model: continuous batching over paged, prefix-cached KV",
-    "replay": "feed a request trace through the cache managers, without a model",
-    "route": "the same over several replicas behind a router that follows their KV events",
+    "replay": "feed a request trace through the cache managers of one or several replicas, without a model",
     "bench": "how fast a model runs here, by part, next to Hugging Face where it is installed",
     "check": "run every op on this machine's devices against what it must give",
     "plan": "how many blocks and requests fit in a memory budget, and why",

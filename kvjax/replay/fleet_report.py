@@ -1,6 +1,6 @@
 """Results of replays over several replicas, one a router, for people (text) and for programs (JSON-ready dicts).
 
-Flow:    FleetResults -> [fleet_text | fleet_json] -> `kvjax route`, `kvjax replay --replicas`
+Flow:    FleetResults -> [fleet_text | fleet_json] -> `kvjax replay --replicas`
 """
 
 from __future__ import annotations

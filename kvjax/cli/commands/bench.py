@@ -23,6 +23,7 @@ from kvjax.bench.hugging_face import HuggingFaceProcess
 from kvjax.bench.measure import EngineRun, Speeds, measure_engine, measure_hugging_face
 from kvjax.bench.report import BenchResult, WarmUp, bench_json, bench_text
 from kvjax.bench.workload import Workload
+from kvjax.cli.options.fields import add_fields, add_option
 from kvjax.cli.options.pool_size import ample_blocks
 from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
 from kvjax.cli.options.types import non_negative_int, positive_int
@@ -58,14 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--runs", type=positive_int, default=3, metavar="N", help="of which the median is shown (3)")
     how = parser.add_argument_group("how the engine runs")
-    how.add_argument("--block-size", type=positive_int, metavar="N", help="tokens per block (default: the model's)")
-    how.add_argument("--num-blocks", type=positive_int, metavar="N", help="blocks of a pool (default: ample)")
-    how.add_argument(
-        "--max-num-batched-tokens", type=positive_int, default=512, metavar="N", help="tokens of a step (512)"
-    )
-    how.add_argument(
-        "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
-    )
+    add_option(how, "block_size", default=None)
+    add_option(how, "num_blocks", default=None, help="blocks of a pool (default: ample)")
+    own = {"max_num_batched_tokens": 512, "async_scheduling": False}
+    add_fields(how, EngineConfig, *own, **own)
     add_speculation_arguments(how)
     add_start_arguments(how)
     other = parser.add_argument_group("Hugging Face")

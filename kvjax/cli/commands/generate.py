@@ -25,17 +25,17 @@ from kvjax.cli.generate.prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate.report import report_json, request_table, totals, totals_lines
 from kvjax.cli.generate.stream import OrderedTextPrinter
 from kvjax.cli.generate.token_text import token_id_text
+from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.cli.options.pool_size import ample_blocks
 from kvjax.cli.options.rules import add_rules_argument, release_of
 from kvjax.cli.options.sampling import add_sampling_arguments, read_sampling
 from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
 from kvjax.cli.options.tiers import add_tier_arguments, read_tiers
-from kvjax.cli.options.types import byte_size, positive_int
+from kvjax.cli.options.types import positive_int
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.running.output_files import has_matplotlib, output_file, require_matplotlib
 from kvjax.cli.running.progress import progress
 from kvjax.cli.running.start_up import add_start_arguments, start_jax
-from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from kvjax.engine import GenerationResult, LLMEngine
     from kvjax.models import LoadedModel
 
+SETTINGS = ("enable_prefix_caching", "sub_block_hits")
+RULES = ("eviction_policy",)  # what a release of vLLM decides
 DEFAULT_PLOT = Path("kvjax-generate.png")
 MAX_BUCKETS = 8  # compiling a step takes a second or so; a run from the command line is short
 
@@ -78,12 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sampling_arguments(what)
     how = parser.add_argument_group("how the engine runs")
-    how.add_argument("--block-size", type=positive_int, metavar="N", help="tokens per block (default: the model's)")
+    add_option(how, "block_size", default=None)
     size = how.add_mutually_exclusive_group()
-    size.add_argument(
-        "--num-blocks", type=positive_int, metavar="N", help="blocks of a pool, null block included (default: fits)"
-    )
-    size.add_argument("--memory", type=byte_size, metavar="BYTES", help="size of the cache, such as 512MiB")
+    add_option(size, "num_blocks", default=None, help="blocks of a pool, null block included (default: fits)")
+    add_option(size, "memory_bytes", default=None)
     how.add_argument("--max-model-len", type=positive_int, metavar="N", help="longest request (default: what is asked)")
     how.add_argument(
         "--window", type=positive_int, metavar="N", help="let full attention see the last N tokens only (StreamingLLM)"
@@ -91,24 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--sink-tokens", type=int, default=4, metavar="N", help="and the first N, which it needs to stay stable (4)"
     )
-    how.add_argument("--max-num-seqs", type=positive_int, default=8, metavar="N", help="requests at once (8)")
-    how.add_argument(
-        "--max-num-batched-tokens", type=positive_int, default=128, metavar="N", help="tokens of a step (128)"
-    )
-    how.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
-    how.add_argument(
-        "--sub-block-hits", action="store_true", help="let a prefix hit end inside a block, whose page is then copied"
-    )
-    how.add_argument(
-        "--policy",
-        choices=EVICTION_POLICIES,
-        default=argparse.SUPPRESS,
-        help=f"which free block to use next (default: {EngineConfig.eviction_policy})",
-    )
-    add_rules_argument(how, ["policy"])
-    how.add_argument(
-        "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
-    )
+    own = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "async_scheduling": False}
+    add_fields(how, EngineConfig, *SETTINGS, *RULES, *own, **own)
+    add_rules_argument(how, RULES)
     add_speculation_arguments(how)
     add_tier_arguments(how)
     add_start_arguments(how)
@@ -210,15 +195,13 @@ def _engine_config(
     max_model_len = args.max_model_len or min(cdiv(longest, block_size) * block_size, model.config.max_model_len)
     return EngineConfig(
         block_size=block_size,
-        num_blocks=None if args.memory else args.num_blocks or _ample_blocks(args, model, max_model_len),
-        memory_bytes=args.memory,
+        num_blocks=None if args.memory_bytes else args.num_blocks or _ample_blocks(args, model, max_model_len),
+        memory_bytes=args.memory_bytes,
         max_model_len=max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=max(args.max_num_batched_tokens, args.max_num_seqs),
-        enable_prefix_caching=not args.no_prefix_caching,
-        sub_block_hits=args.sub_block_hits,
-        eviction_policy=getattr(args, "policy", EngineConfig.eviction_policy),
-        release=release_of(args, ["policy"]),
+        **read_fields(args, EngineConfig, *SETTINGS, *RULES),
+        release=release_of(args, RULES),
         miss_reasons=args.miss_reasons,
         seed=args.seed,
         async_scheduling=args.async_scheduling,

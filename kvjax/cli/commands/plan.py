@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import gcd, lcm
 
+from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.cli.options.replay import add_load_arguments, add_reading_arguments, reading_of
-from kvjax.cli.options.types import byte_size, int_list, positive_int
+from kvjax.cli.options.types import int_list, positive_int
 from kvjax.cli.running.output_files import output_file
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.core import KVCacheManager
@@ -26,6 +27,17 @@ from kvjax.replay.trace import cut_tails
 from kvjax.replay.working_set import load_of
 
 AUTO = "auto"
+SETTINGS = (
+    "memory_bytes",
+    "num_blocks",
+    "block_size",
+    "dtype",
+    "tensor_parallel",
+    "decode_context_parallel",
+    "prefill_context_parallel",
+    "data_parallel",
+    "hybrid",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,16 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deployment", metavar="NAME|FILE", help=f"TOML with defaults; shipped: {', '.join(known_deployments())}"
     )
-    parser.add_argument(
-        "--memory",
-        dest="memory_bytes",
-        type=byte_size,
-        metavar="BYTES",
-        help="KV-cache budget of one device: bytes, or a size such as 56GiB or 80GB",
-    )
-    parser.add_argument(
-        "--num-blocks", type=positive_int, metavar="N", help="blocks of every pool, null block included, not a budget"
-    )
+    add_fields(parser, Deployment, *SETTINGS)
+    add_option(parser, "platform", shown="gpu")
+    add_option(parser, "max_num_seqs", shown=USUAL_RUNNING)
+    add_option(parser, "max_in_flight_tokens", shown=DEFAULT_MAX_IN_FLIGHT_TOKENS)
     parser.add_argument(
         "--max-model-len",
         type=_length,
@@ -60,36 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="TRACE", help="balance several pools for these requests, as kvjax replay does"
     )
     add_reading_arguments(parser)
-    parser.add_argument(
-        "--max-num-seqs", type=positive_int, metavar="N", help=f"requests that run at once (default: {USUAL_RUNNING})"
-    )
-    parser.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: the model's)")
-    parser.add_argument("--dtype", help="of the cache, such as bfloat16 or float8_e4m3fn (default: the model's)")
-    parser.add_argument("--platform", choices=["cpu", "gpu", "tpu"], help="whose padding to count (default: gpu)")
-    parser.add_argument("--tensor-parallel", type=positive_int, metavar="N", help="devices that share the KV heads")
-    parser.add_argument(
-        "--decode-context-parallel",
-        type=positive_int,
-        metavar="N",
-        help="of the tensor-parallel devices with the same heads, those that share the tokens",
-    )
-    parser.add_argument(
-        "--prefill-context-parallel", type=positive_int, metavar="N", help="further devices that share the tokens"
-    )
-    parser.add_argument("--data-parallel", type=positive_int, metavar="N", help="replicas, each with its own requests")
-    parser.add_argument(
-        "--max-in-flight-tokens",
-        type=positive_int,
-        metavar="N",
-        help=f"most tokens that steps in flight add (default: {DEFAULT_MAX_IN_FLIGHT_TOKENS:,})",
-    )
-    parser.add_argument(
-        "--no-hybrid",
-        dest="hybrid",
-        action="store_false",
-        default=None,
-        help="windowed layers keep every token and share the full layers' table",
-    )
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="request lengths to fit")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan as JSON")
 
@@ -136,9 +112,7 @@ def _make_manager(plan: KVCachePlan) -> KVCacheManager:
 
 def _deployment(args: argparse.Namespace) -> Deployment:
     """The named deployment with the given arguments over it; one way to size or to balance replaces the other."""
-    given = {
-        field.name: getattr(args, field.name) for field in fields(Deployment) if getattr(args, field.name) is not None
-    }
+    given = {name: value for name, value in read_fields(args, Deployment).items() if value is not None}
     base = Deployment() if args.deployment is None else load_deployment(args.deployment)
     if "memory_bytes" in given or "num_blocks" in given:
         base = replace(base, memory_bytes=None, num_blocks=None)

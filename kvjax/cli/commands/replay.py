@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     values = source | result_json(result)
     print(result_text(result))
     if args.bound and result.is_complete:
-        beyond_bytes = (args.host_memory or 0) + (args.disk_memory or 0)
+        beyond_bytes = getattr(args, "host_bytes", 0) + getattr(args, "disk_bytes", 0)
         bounds = find_bounds(trace, result.plan, config.hash_block_size, beyond_bytes)
         print(f"\n{bounds_text(bounds)}")
         values["bounds"] = bounds_json(bounds)

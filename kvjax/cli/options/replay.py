@@ -1,4 +1,4 @@
-"""Arguments that `kvjax replay` and `kvjax route` share: the requests, the cache, the speed of a step.
+"""Arguments of `kvjax replay`, some of them of `kvjax plan`: the requests, the cache, the speed of a step.
 
 Flow:    [add_*_arguments] -> argparse.Namespace -> [trace_of, config_of] -> kvjax.replay
 """
@@ -8,18 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.cli.options.rules import add_rules_argument, release_of
-from kvjax.cli.options.types import (
-    add_fields,
-    byte_size,
-    interval,
-    non_negative_float,
-    positive_float,
-    positive_int,
-    read_fields,
-)
+from kvjax.cli.options.types import positive_int
 from kvjax.configs import known_models, load_model_config
-from kvjax.core.hashing.block_hash import ALGORITHMS
 from kvjax.errors import ConfigError
 from kvjax.planning import Load
 from kvjax.replay import (
@@ -41,11 +33,17 @@ from kvjax.replay.trace import cut_tails
 DEFAULT_MODEL = "llama-3-8b"
 DEFAULT_MEMORY_BYTES = 52 * 2**30  # what an H100 has left beside the weights of the default model
 DEFAULT_NUM_REQUESTS = 2_000
-# Options that say what is cached and evicted, and their fields of `ReplayConfig`, which have the defaults.
-CACHING_RULES = {
-    "policy": "eviction_policy",
-    "retention_interval": "retention_interval",
-}
+CACHE = ("hash_algorithm", "platform", "tensor_parallel", "hybrid")
+CACHING_RULES = ("eviction_policy", "retention_interval")  # what is cached and evicted
+TIERS = (
+    "host_bytes",
+    "disk_bytes",
+    "write_through",
+    "host_bytes_per_s",
+    "host_latency_s",
+    "disk_bytes_per_s",
+    "disk_latency_s",
+)
 
 
 def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
@@ -111,60 +109,27 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         default=DEFAULT_MODEL,
         help=f"{', '.join(known_models())}, a Hugging Face folder, or a config.json (default: {DEFAULT_MODEL})",
     )
-    group.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: the model's)")
+    add_option(group, "block_size", default=None)
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--memory", type=byte_size, metavar="BYTES", help="of one device (default: 52GiB)")
-    size.add_argument("--num-blocks", type=positive_int, metavar="N", help="usable blocks, the null block not counted")
+    add_option(size, "memory_bytes", help="of the cache on one device (default: 52GiB)")
+    add_option(size, "num_blocks", help="usable blocks, the null block not counted")
     add_load_arguments(group, "what the trace says")
-    group.add_argument("--dtype", help="of the cache (default: the model's)")
-    group.add_argument(
-        "--platform", choices=["cpu", "gpu", "tpu"], default="gpu", help="whose padding to count (default: gpu)"
-    )
-    group.add_argument(
-        "--tensor-parallel", type=positive_int, default=1, metavar="N", help="devices that share KV heads"
-    )
-    group.add_argument("--no-hybrid", action="store_true", help="windowed layers keep every token")
-    group.add_argument("--hash-algorithm", choices=ALGORITHMS, default="sha256_cbor", help="default: sha256_cbor")
-    group.add_argument(
-        "--policy",
+    add_option(group, "dtype", default=None)
+    add_fields(group, ReplayConfig, *CACHE)
+    add_option(
+        group,
+        "eviction_policy",
+        shown=ReplayConfig.eviction_policy,
         choices=REPLAY_POLICIES,
-        default=argparse.SUPPRESS,
-        help="which free block to reuse next; belady looks ahead in the trace, a bound for --serial "
-        f"(default: {ReplayConfig.eviction_policy})",
+        help="which free block to use next; belady looks ahead in the trace, a bound for --serial",
     )
-    group.add_argument(
-        "--retention-interval",
-        type=interval,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="keep windows, chunks and recurrent states where requests end or part, and every N tokens (0: nowhere "
-        f"else; auto: 512 or more; all: everywhere; default: {ReplayConfig.retention_interval or 'all'})",
-    )
+    add_fields(group, ReplayConfig, "retention_interval")
     add_rules_argument(group, CACHING_RULES)
 
 
 def add_tier_arguments(group: argparse._ArgumentGroup) -> None:
     """What lies beyond the cache, and how fast it is."""
-    tiers = ReplayTierConfig()
-    group.add_argument("--host-memory", type=byte_size, metavar="BYTES", help="for blocks that the cache evicts")
-    group.add_argument("--disk-memory", type=byte_size, metavar="BYTES", help="of a disk below it")
-    group.add_argument("--write-through", action="store_true", help="blocks go there once computed, not when evicted")
-    for name, default in (("host", tiers.host_bytes_per_s), ("disk", tiers.disk_bytes_per_s)):
-        group.add_argument(
-            f"--{name}-gb-per-s",
-            type=positive_float,
-            default=default / 1e9,
-            metavar="X",
-            help=f"default: {default / 1e9:g}",
-        )
-    for name, latency in (("host", tiers.host_latency_s), ("disk", tiers.disk_latency_s)):
-        group.add_argument(
-            f"--{name}-latency-us",
-            type=non_negative_float,
-            default=latency * 1e6,
-            metavar="X",
-            help=f"default: {latency * 1e6:g}",
-        )
+    add_fields(group, ReplayTierConfig, *TIERS)
 
 
 def add_speed_arguments(group: argparse._ArgumentGroup) -> None:
@@ -223,19 +188,12 @@ def tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:
     Raises:
         ConfigError: blocks that are to be written to nothing.
     """
-    if not args.host_memory and not args.disk_memory:
-        if args.write_through:
-            raise ConfigError("expected --host-memory or --disk-memory BYTES with --write-through, got neither")
-        return None
-    return ReplayTierConfig(
-        host_bytes=args.host_memory or 0,
-        disk_bytes=args.disk_memory or 0,
-        write_through=args.write_through,
-        host_bytes_per_s=args.host_gb_per_s * 1e9,
-        host_latency_s=args.host_latency_us / 1e6,
-        disk_bytes_per_s=args.disk_gb_per_s * 1e9,
-        disk_latency_s=args.disk_latency_us / 1e6,
-    )
+    given = read_fields(args, ReplayTierConfig, *TIERS)
+    if "host_bytes" in given or "disk_bytes" in given:
+        return ReplayTierConfig(**given)
+    if "write_through" in given:
+        raise ConfigError("expected --host-memory or --disk-memory BYTES with --write-through, got neither")
+    return None
 
 
 def config_of(args: argparse.Namespace) -> ReplayConfig:
@@ -244,18 +202,13 @@ def config_of(args: argparse.Namespace) -> ReplayConfig:
     Raises:
         ConfigError: a bad model, or --rules with an option that they decide.
     """
-    memory = DEFAULT_MEMORY_BYTES if args.memory is None and args.num_blocks is None else args.memory
+    sizes = read_fields(args, ReplayConfig, "memory_bytes", "num_blocks") or {"memory_bytes": DEFAULT_MEMORY_BYTES}
     return ReplayConfig(
         specs=load_model_config(args.model).kv_cache_specs(args.block_size, args.dtype),
-        num_blocks=args.num_blocks,
-        memory_bytes=memory,
         load=load_of_arguments(args),
-        hash_algorithm=args.hash_algorithm,
         release=release_of(args, CACHING_RULES),
-        **{field: getattr(args, name) for name, field in CACHING_RULES.items() if name in args},
-        platform=args.platform,
-        tensor_parallel=args.tensor_parallel,
-        hybrid=not args.no_hybrid,
-        speed=read_fields(args, SpeedModel),
-        batching=read_fields(args, BatchingConfig),
+        **sizes,
+        **read_fields(args, ReplayConfig, *CACHE, *CACHING_RULES),
+        speed=SpeedModel(**read_fields(args, SpeedModel)),
+        batching=BatchingConfig(**read_fields(args, BatchingConfig)),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 
+from kvjax.cli.options.fields import flag_of
 from kvjax.core.options.release_rules import RELEASES
 from kvjax.errors import ConfigError
 
@@ -15,11 +16,11 @@ PREFIX = "vllm-"
 
 
 def add_rules_argument(group: argparse._ActionsContainer, instead_of: Collection[str]) -> None:
-    """What a release caches and evicts, instead of options of these names."""
+    """What a release caches and evicts, instead of options that stand for fields of these names."""
     group.add_argument(
         "--rules",
         choices=[PREFIX + release for release in RELEASES],
-        help=f"all that a release of vLLM caches and evicts, in place of {', '.join(map(_option, instead_of))}",
+        help=f"all that a release of vLLM caches and evicts, in place of {', '.join(map(flag_of, instead_of))}",
     )
 
 
@@ -31,12 +32,8 @@ def release_of(args: argparse.Namespace, instead_of: Collection[str]) -> str | N
     """
     given = next((name for name in instead_of if name in args), None)
     if args.rules is not None and given is not None:
-        raise ConfigError(f"expected --rules {args.rules} or {_option(given)}, got both: rules decide that too")
+        raise ConfigError(f"expected --rules {args.rules} or {flag_of(given)}, got both: rules decide that too")
     return None if args.rules is None else args.rules.removeprefix(PREFIX)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 __all__ = ["add_rules_argument", "release_of"]

@@ -1,4 +1,4 @@
-"""Arguments of tiers: host memory and a folder on disk for cached blocks that the pools have no room for.
+"""Arguments of an engine's tiers: host memory and a folder on disk for cached blocks that the pools have no room for.
 
 Flow:    argparse -> [add_tier_arguments] -> [read_tiers] -> EngineConfig.tiers
 """
@@ -6,19 +6,18 @@ Flow:    argparse -> [add_tier_arguments] -> [read_tiers] -> EngineConfig.tiers
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from kvjax.cli.options.types import byte_size
+from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.tiers.config import TierConfig
 
+NAMES = ("host_bytes", "disk_folder", "disk_bytes")
 DEFAULT_DISK_BYTES = 1 << 30
 
 
 def add_tier_arguments(group: argparse._ArgumentGroup) -> None:
     """`--host-memory`, `--disk-cache`, `--disk-memory`."""
-    group.add_argument("--host-memory", type=byte_size, metavar="BYTES", help="for blocks that the cache evicts")
-    group.add_argument("--disk-cache", type=Path, metavar="DIR", help="folder for them, kept from run to run")
-    group.add_argument("--disk-memory", type=byte_size, metavar="BYTES", help="most bytes of the folder (1GiB)")
+    add_fields(group, TierConfig, "host_bytes", "disk_folder")
+    add_option(group, "disk_bytes", help="most bytes of the folder (default: 1GiB)")
 
 
 def read_tiers(args: argparse.Namespace) -> TierConfig | None:
@@ -27,16 +26,12 @@ def read_tiers(args: argparse.Namespace) -> TierConfig | None:
     Raises:
         ValueError: `--disk-memory` without a folder.
     """
-    if args.disk_cache is None and args.disk_memory is not None:
+    given = read_fields(args, TierConfig, *NAMES)
+    if "disk_folder" in given:
+        given = {"disk_bytes": DEFAULT_DISK_BYTES} | given
+    elif "disk_bytes" in given:
         raise ValueError("expected --disk-cache DIR with --disk-memory, got none")
-    if args.disk_cache is None and not args.host_memory:
-        return None
-    return TierConfig(
-        host_bytes=args.host_memory or 0,
-        disk_folder=None if args.disk_cache is None else str(args.disk_cache),
-        disk_bytes=None if args.disk_cache is None else args.disk_memory or DEFAULT_DISK_BYTES,
-        write_through=True,
-    )
+    return TierConfig(**given, write_through=True) if given else None
 
 
 __all__ = ["add_tier_arguments", "read_tiers"]

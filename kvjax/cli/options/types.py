@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields
 from typing import TypeVar
 
 from kvjax.core.options.manager_options import AUTO
@@ -54,27 +53,6 @@ def byte_size(text: str) -> int:
 def int_list(text: str) -> list[int]:
     """Positive integers separated by commas."""
     return [positive_int(part) for part in text.split(",")]
-
-
-def add_fields(group: argparse._ActionsContainer, of: type) -> None:
-    """An option for each field of a dataclass of numbers: its name, its default, and as help its "doc"."""
-    for one in fields(of):
-        group.add_argument(
-            f"--{one.name.replace('_', '-')}",
-            type=positive_int if isinstance(one.default, int) else non_negative_float,
-            default=one.default,
-            metavar="N" if isinstance(one.default, int) else "X",
-            help=f"{one.metadata['doc']} (default: {one.default:,g})",
-        )
-
-
-def read_fields(args: argparse.Namespace, of: type[Value]) -> Value:
-    """The dataclass of the options that `add_fields` added.
-
-    Raises:
-        ValueError: numbers that it does not take.
-    """
-    return of(**{one.name: getattr(args, one.name) for one in fields(of)})  # type: ignore[arg-type]
 
 
 def _checked(text: str, parse: Callable[[], Value], accept: Callable[[Value], bool], expected: str) -> Value:

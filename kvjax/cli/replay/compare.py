@@ -32,7 +32,7 @@ from kvjax.text import align_table
 SHARES = ((SERIAL, FREE_EXCHANGE), (BATCHES, SERIAL))
 STDERR = 2  # descriptor
 DEFAULT_SIZES = "100GB,200GB,400GB"
-TAKEN = ("memory", "num_blocks", "plot", "record", "miss_reasons", "bound", "host_memory")
+TAKEN = ("memory_bytes", "num_blocks", "plot", "record", "miss_reasons", "bound", "host_bytes")
 NEEDS_COMPARISON = ("memory_sizes", "beside")
 NO_SETTINGS = ("compare_defaults", *NEEDS_COMPARISON, "serial", "json", "no_progress", "debug", "command", "model")
 

@@ -1,4 +1,4 @@
-"""`kvjax replay` over several replicas, mixed or with prefill and decode apart.
+"""`kvjax replay` over several replicas behind routers, mixed or with prefill and decode apart.
 
 Flow:    arguments -> [wants_replicas, run_replicas] -> run_fleet, run_split -> text, JSON
 """
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvjax.cli.options.fields import add_fields, flag_of, read_fields
 from kvjax.cli.options.replay import config_of, tiers_of
-from kvjax.cli.options.types import non_negative_float, positive_float, positive_int
+from kvjax.cli.options.types import positive_int
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.running.progress import progress
 from kvjax.errors import ConfigError
@@ -32,8 +33,8 @@ from kvjax.replay import (
 from kvjax.routing import ROUTERS
 
 DEFAULT_ROUTER = "prefix"
-NEEDS_REPLICAS = ("router", "shared_disk")
-NEEDS_SPLIT = ("transfer_gb_per_s", "transfer_latency_us")
+NEEDS_REPLICAS = ("router", "shares_disk")
+NEEDS_SPLIT = ("bytes_per_s", "latency_s")
 OF_ONE_REPLICA = ("serial", "plot", "record", "miss_reasons", "bound", "compare_defaults")
 
 
@@ -46,28 +47,14 @@ def add_replica_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--decode-replicas", type=positive_int, metavar="D", help="... those that make the rest; P + D mixed ones too"
     )
-    group.add_argument("--router", choices=ROUTERS, help=f"of each side (default: {DEFAULT_ROUTER})")
-    add_shared_disk_argument(group)
-    transfer = TransferConfig()
     group.add_argument(
-        "--transfer-gb-per-s",
-        type=positive_float,
-        metavar="X",
-        help=f"of a device's link between replicas (default: {transfer.bytes_per_s / 1e9:g})",
+        "--router",
+        choices=ROUTERS,
+        action="append",
+        help=f"of each side; of mixed replicas several, one after the other (default: {DEFAULT_ROUTER})",
     )
-    group.add_argument(
-        "--transfer-latency-us",
-        type=non_negative_float,
-        metavar="X",
-        help=f"of a transfer (default: {transfer.latency_s * 1e6:g})",
-    )
-
-
-def add_shared_disk_argument(group: argparse._ArgumentGroup) -> None:
-    """Whose the disk is."""
-    group.add_argument(
-        "--shared-disk", action="store_true", help="one --disk-memory for all replicas, with its one bandwidth"
-    )
+    add_fields(group, ReplayTierConfig, "shares_disk")
+    add_fields(group, TransferConfig)
 
 
 def wants_replicas(args: argparse.Namespace) -> bool:
@@ -82,6 +69,8 @@ def wants_replicas(args: argparse.Namespace) -> bool:
         raise ConfigError(f"expected --prefill-replicas P and --decode-replicas D, got {given} alone")
     if is_split and args.replicas is not None:
         raise ConfigError("expected --replicas N, or --prefill-replicas P and --decode-replicas D, got both")
+    if is_split and args.router is not None and len(args.router) > 1:
+        raise ConfigError(f"expected one --router with --prefill-replicas, got {len(args.router)}")
     if not is_split and (given := first_given(args, NEEDS_SPLIT)):
         raise ConfigError(f"expected --prefill-replicas P and --decode-replicas D with {given}, got neither")
     wants = is_split or args.replicas is not None
@@ -99,7 +88,7 @@ def shared_tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:
         ConfigError: a disk that is shared, and has no size.
     """
     tiers = tiers_of(args)
-    if not args.shared_disk:
+    if "shares_disk" not in args:
         return tiers
     if tiers is None or not tiers.disk_bytes:
         raise ConfigError("expected --disk-memory BYTES with --shared-disk, got none")
@@ -116,11 +105,11 @@ def run_replicas(args: argparse.Namespace, trace: Sequence[TraceRequest], source
         MemoryBudgetError: the cache does not hold the longest request.
     """
     config = replace(config_of(args), tiers=shared_tiers_of(args))
-    router = args.router or DEFAULT_ROUTER
+    routers = list(dict.fromkeys(args.router or [DEFAULT_ROUTER]))
     if args.prefill_replicas is None:
-        text, values = _run_mixed(args, trace, config, router)
+        text, values = _run_mixed(args, trace, config, routers)
     else:
-        text, values = _run_split(args, trace, config, router)
+        text, values = _run_split(args, trace, config, *routers)
     print(text)
     if args.json is not None:
         args.json.write_text(json.dumps(source | values, indent=2) + "\n", encoding="utf-8")
@@ -128,25 +117,31 @@ def run_replicas(args: argparse.Namespace, trace: Sequence[TraceRequest], source
 
 
 def _run_mixed(
-    args: argparse.Namespace, trace: Sequence[TraceRequest], config: ReplayConfig, router: str
+    args: argparse.Namespace, trace: Sequence[TraceRequest], config: ReplayConfig, routers: Sequence[str]
 ) -> tuple[str, dict[str, Any]]:
+    """Text and values of one router, or of several side by side."""
+    results = []
     with (
         interruptible() as should_stop,
-        progress("Replaying", len(trace), "request", enabled=not args.no_progress) as advance,
+        progress("Replaying", len(trace) * len(routers), "request", enabled=not args.no_progress) as advance,
     ):
-        result = run_fleet(trace, config, args.replicas, router, advance, should_stop)
-    return fleet_text([result]), fleet_json(result)
+        for router in routers:
+            results.append(run_fleet(trace, config, args.replicas, router, advance, should_stop))
+            if should_stop():
+                break
+    values = [fleet_json(result) for result in results]
+    if len(routers) == 1:
+        return fleet_text(results), values[0]
+    is_interrupted = len(results) < len(routers) or not results[-1].is_complete
+    return fleet_text(results), {"interrupted": is_interrupted, "routers": values}
 
 
 def _run_split(
     args: argparse.Namespace, trace: Sequence[TraceRequest], config: ReplayConfig, router: str
 ) -> tuple[str, dict[str, Any]]:
-    transfer = TransferConfig()
-    if args.transfer_gb_per_s is not None:
-        transfer = replace(transfer, bytes_per_s=args.transfer_gb_per_s * 1e9)
-    if args.transfer_latency_us is not None:
-        transfer = replace(transfer, latency_s=args.transfer_latency_us / 1e6)
-    split = SplitConfig(args.prefill_replicas, args.decode_replicas, transfer)
+    split = SplitConfig(
+        args.prefill_replicas, args.decode_replicas, TransferConfig(**read_fields(args, TransferConfig))
+    )
     num_replicas = split.num_prefill + split.num_decode
     with (
         interruptible() as should_stop,
@@ -160,4 +155,4 @@ def _run_split(
 def first_given(args: argparse.Namespace, names: Sequence[str]) -> str:
     """The first option of these that is given, as it is written; empty: none."""
     given = (name for name in names if getattr(args, name, None) is not None and getattr(args, name) is not False)
-    return next((f"--{name.replace('_', '-')}" for name in given), "")
+    return next(map(flag_of, given), "")

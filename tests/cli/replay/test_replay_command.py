@@ -384,12 +384,9 @@ def test_options_that_do_not_fit_together_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["replay", "route"])
 @pytest.mark.parametrize("option", ["--policy lru", "--retention-interval all"])
-def test_rules_decide_what_is_cached_and_evicted(
-    command: str, option: str, trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [command, trace, "--num-blocks", "1000", "--rules", "vllm-0.16.0", *option.split()]
+def test_rules_decide_what_is_cached_and_evicted(option: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["replay", trace, "--num-blocks", "1000", "--rules", "vllm-0.16.0", *option.split()]
     assert main(arguments) == 2
     expected = f"expected --rules vllm-0.16.0 or {option.split()[0]}, got both: rules decide that too"
     assert expected in capsys.readouterr().err

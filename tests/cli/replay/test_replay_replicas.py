@@ -42,6 +42,18 @@ def test_replicas_with_tiers(trace: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "tiers" not in pools
 
 
+def test_routers_stand_side_by_side(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    routers = [word for name in ("round_robin", "prefix", "round_robin") for word in ("--router", name)]
+    out, values = run([trace, "--replicas", "2", *routers], path, capsys)
+    assert [one["router"] for one in values["routers"]] == ["round_robin", "prefix"]
+    assert not values["interrupted"]
+    for one in values["routers"]:
+        _, alone = run([trace, "--replicas", "2", "--router", one["router"]], path, capsys)
+        assert {key for key in one if one[key] != alone[key]} <= {"wall_seconds"}
+        assert f"{one['token_hit_rate']:.2%}" in out
+
+
 def test_prefill_and_decode_apart_beside_mixed_replicas(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +70,18 @@ def test_prefill_and_decode_apart_beside_mixed_replicas(
     for words in ("1 prefill + 2 decode replicas beside 3 mixed ones", "sent: ", "at 10 GB/s and 500 us"):
         assert words in out
     assert f"{values['prefill']['token_hit_rate']:.2%}" in out
+
+
+def test_an_interrupt_leaves_the_routers_before_it(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvjax.cli.replay.replicas.progress", interrupting_after(15))
+    path = tmp_path / "out.json"
+    routers = ("--router", "prefix", "--router", "round_robin")
+    assert main(["replay", trace, "--replicas", "2", *routers, *ARGUMENTS, "--json", str(path)]) == 130
+    values = json.loads(path.read_text())
+    assert values["interrupted"]
+    assert [(one["router"], one["interrupted"]) for one in values["routers"]] == [("prefix", False)]
 
 
 @pytest.mark.parametrize("sides", [("--replicas", "2"), ("--prefill-replicas", "1", "--decode-replicas", "1")])
@@ -91,6 +115,10 @@ def test_an_interrupt_prints_what_is_done(
         ("--shared-disk --disk-memory 1GiB", "--decode-replicas D, with --shared-disk"),
         ("--replicas 2 --shared-disk", "expected --disk-memory BYTES with --shared-disk, got none"),
         ("--replicas 2 --shared-disk --host-memory 1GiB", "expected --disk-memory BYTES with --shared-disk, got none"),
+        (
+            "--prefill-replicas 1 --decode-replicas 1 --router prefix --router least_loaded",
+            "expected one --router with --prefill-replicas, got 2",
+        ),
         ("--replicas 2 --serial", "expected --serial for one replica, got it with several"),
         ("--replicas 2 --plot x.png", "expected --plot for one replica"),
         ("--replicas 2 --record x", "expected --record for one replica"),
@@ -124,12 +152,3 @@ def test_bad_values_are_refused_before_the_work(
     with pytest.raises(SystemExit, match="2"):
         main(["replay", trace, *options.split()])
     assert message in capsys.readouterr().err
-
-
-def test_routers_with_tiers(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "out.json"
-    argv = ["route", trace, "--replicas", "2", "--router", "round_robin", *TIERS, *ARGUMENTS, "--json", str(path)]
-    assert main(argv) == 0
-    (values,) = json.loads(path.read_text())
-    assert values["tiers"]["disk_loads"] > 0
-    assert "loaded from tiers" in capsys.readouterr().out
