@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels import checks
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.latent_entries import EntryFormat
-from pallas_kernels.layouts import KV_CACHE_DTYPES
+from pallas_kernels.layouts import KV_CACHE_DTYPES, TPU_LANES, lane_pieces
 from pallas_kernels.mask import PageRun
+from pallas_kernels.packed_pages import states_of_pages
 from pallas_kernels.paged_tiles import KVTile, locate
 from pallas_kernels.stored_numbers import stored
 
@@ -32,39 +33,46 @@ def state_slots(block_tables: jax.Array, page_size: int, seq: jax.Array, state: 
 class LatentPages:
     """The pages of one layer. A slot is `page * page_size + offset`."""
 
-    array: jax.Array  # [pages, page_size, lanes], or packed [pages, rows, packing, lanes]
+    array: jax.Array  # [pages, page_size, head_dim], or packed [pages, rows, pieces, packing, 128]
     page_size: int  # states of a page
     head_dim: int  # numbers of a state; lanes beyond are padding
 
     def at_pages(self, ids: jax.Array) -> jax.Array:
         """[N, page_size, head_dim] in the pages' dtype: the states of pages `ids` int32[N]."""
-        rows = self.array.at[ids].get(mode=_CLIP)
-        return rows.reshape(ids.shape[0], -1, rows.shape[-1])[:, : self.page_size, : self.head_dim]
+        states = states_of_pages(self.array.at[ids].get(mode=_CLIP))
+        return states[:, : self.page_size, : self.head_dim]
 
     def at_slots(self, slots: jax.Array) -> jax.Array:
         """[..., head_dim] in the pages' dtype: the states in `slots` int32[...], each >= 0."""
-        return self.array.at[self._index(slots)].get(mode=_CLIP)[..., : self.head_dim]
+        states = self.array.at[self._index(slots)].get(mode=_CLIP)
+        return states.reshape(*slots.shape, -1)[..., : self.head_dim]
 
     def write(self, states: jax.Array, slots: jax.Array, scale: jax.Array | None) -> jax.Array:
         """The array with `states / scale` [N, head_dim] in `slots` int32[N]; slots of page 0 and -1 are skipped."""
-        rows = self.as_stored(states, scale)
         beyond = self.array.shape[0] * self.page_size
         index = self._index(jnp.where(slots < self.page_size, beyond, slots))
-        return self.array.at[index].set(rows, mode="drop")
+        return self.array.at[index].set(self.as_stored(states, scale), mode="drop")
 
     def as_stored(self, states: jax.Array, scale: jax.Array | None) -> jax.Array:
-        """`states / scale` [N, head_dim] as the pages hold them: [N, lanes] in their dtype, zero in padding lanes."""
+        """`states / scale` [N, head_dim] in the pages' dtype; packed [N, pieces, 128], zero in padding lanes."""
         rows = states
         if scale is not None or states.dtype != self.array.dtype:
             rows = stored(states[:, None], scale, self.array.dtype)[:, 0]
-        return jnp.pad(rows, [(0, 0), (0, self.array.shape[-1] - self.head_dim)])
+        if not self._is_packed:
+            return rows
+        pieces, _, lanes = self.array.shape[2:]
+        return jnp.pad(rows, [(0, 0), (0, pieces * lanes - self.head_dim)]).reshape(-1, pieces, lanes)
 
-    def _index(self, slots: jax.Array) -> tuple[jax.Array, ...]:
+    @property
+    def _is_packed(self) -> bool:
+        return self.array.ndim == 5
+
+    def _index(self, slots: jax.Array) -> tuple[Any, ...]:
         page, offset = slots // self.page_size, slots % self.page_size
-        if self.array.ndim == 3:
+        if not self._is_packed:
             return page, offset
-        packing = self.array.shape[2]
-        return page, offset // packing, offset % packing
+        packing = self.array.shape[3]
+        return page, offset // packing, slice(None), offset % packing
 
 
 @dataclass(frozen=True)
@@ -137,11 +145,12 @@ def check_latent_pages(op: str, name: str, pages: Any, head_dim: int, page_size:
     if jnp.result_type(array).name not in KV_CACHE_DTYPES:
         raise ValueError(f"{op}: expected {name} of a dtype out of {KV_CACHE_DTYPES}, got {jnp.result_type(array)}")
     shape = jnp.shape(array)
-    packing = shape[2] if len(shape) == 4 else 1
-    if len(shape) not in (3, 4) or (len(shape) == 3 and shape[-1] != head_dim) or shape[-1] < head_dim:
+    packing = shape[3] if len(shape) == 5 else 1
+    packed = (lane_pieces(head_dim), packing, TPU_LANES)
+    if len(shape) not in (3, 5) or shape[2:] not in ((head_dim,), packed):
         raise ValueError(
-            f"{op}: expected {name}[0] [pages, page_size, {head_dim}] or [pages, rows, packing, >= {head_dim}], "
-            f"got {shape}"
+            f"{op}: expected {name}[0] [pages, page_size, {head_dim}] or [pages, rows, {packed[0]}, packing, "
+            f"{TPU_LANES}], got {shape}"
         )
     room = shape[1] * packing
     if page_size is None:

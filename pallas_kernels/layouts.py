@@ -13,8 +13,8 @@ but those marked + address a token as `array[slot // page_size, slot % page_size
              ceil(head_dim / 128) of 128 lanes; piece p of word w is row w * pieces + p; padding is zero
     packed+  where a device has one KV head of 8 bits: [pages, page_size / 2, num_kv_heads * pieces, 4, 128]; the word
              [i, h] of a page holds K of token 2i, V of 2i, K of 2i + 1, V of 2i + 1 of head h
-    latent   [pages, page_size, head_dim]; on TPU+ [pages, ceil(page_size / packing), packing, ceil128(head_dim)], where
-             state s of a page is at [s // packing, s % packing]
+    latent   [pages, page_size, head_dim]; on TPU+ [pages, ceil(page_size / packing), pieces, packing, 128], where state
+             s of a page is at [s // packing, :, s % packing]
     recurrent  [pages, *shape] for each array of a state, one state a page
 """
 
@@ -43,6 +43,7 @@ TOKEN_AXIS = "page_token"
 HEAD_AXIS = "kv_head"
 PACK_AXIS = "pack"
 DIM_AXIS = "head_dim"
+LANE_AXIS = "lane"
 
 
 def dtype_bits(dtype: str) -> int:
@@ -166,7 +167,7 @@ def attention_layout(
                 f"is a multiple of {tokens}, got {page_size}"
             )
         shape = (page_size // tokens, words * lane_pieces(head_dim), packing, TPU_LANES)
-        axes4 = (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
+        axes4 = (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, LANE_AXIS)
         return PageLayout("packed", page_size, (ArrayLayout("kv", shape, dtype, axes4),))
     raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")
 
@@ -185,8 +186,8 @@ def latent_layout(*, head_dim: int, page_size: int, dtype: str, platform: str = 
         array = ArrayLayout("latent", (page_size, head_dim), dtype, (TOKEN_AXIS, DIM_AXIS))
     elif platform == "tpu":
         packing = TPU_WORD_BITS // bits
-        shape = (cdiv(page_size, packing), packing, cdiv(head_dim, TPU_LANES) * TPU_LANES)
-        array = ArrayLayout("latent", shape, dtype, (TOKEN_AXIS, PACK_AXIS, DIM_AXIS))
+        shape = (cdiv(page_size, packing), lane_pieces(head_dim), packing, TPU_LANES)
+        array = ArrayLayout("latent", shape, dtype, (TOKEN_AXIS, DIM_AXIS, PACK_AXIS, LANE_AXIS))
     else:
         raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")
     return PageLayout("latent", page_size, (array,))

@@ -34,3 +34,15 @@ def pages_of_tokens(rows: Array, tokens: int, packing: int) -> Array:
     n, slots, _, lanes = rows.shape
     split = rows.reshape(n, slots // tokens, tokens, -1, packing // tokens, lanes // TPU_LANES, TPU_LANES)
     return split.transpose(0, 1, 3, 5, 2, 4, 6).reshape(n, slots // tokens, -1, packing, TPU_LANES)
+
+
+def states_of_pages(pages: Array) -> Array:
+    """[n, states, numbers] of latent pages of either layout, padding included."""
+    if pages.ndim == 3:
+        return pages
+    return tokens_of_pages(pages, pages.shape[3], pages.shape[2])[:, :, 0]
+
+
+def pages_of_states(states: Array, packing: int) -> Array:
+    """Packed latent pages of [n, states, pieces * 128]; `packing` divides the states."""
+    return pages_of_tokens(states[:, :, None], packing, packing)

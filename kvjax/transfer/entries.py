@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import TPU_LANES, PageLayout, lane_pieces
-from pallas_kernels.packed_pages import pages_of_tokens, tokens_of_pages
+from pallas_kernels.packed_pages import pages_of_states, pages_of_tokens, states_of_pages, tokens_of_pages
 
 Arrays = tuple[jax.Array, ...]
 
@@ -32,7 +32,6 @@ def unpack_pages(layout: PageLayout, entry_shapes: tuple[tuple[int, ...], ...], 
     if layout.kind in ("split", "recurrent"):
         return tuple(array if layout.kind == "recurrent" else array.reshape(-1, *array.shape[2:]) for array in column)
     (array,) = column
-    num_pages, lanes = array.shape[0], array.shape[-1]
     if layout.kind == "packed":
         (num_heads, dim), _ = entry_shapes
         rows = tokens_of_pages(array, layout.tokens_per_row, lane_pieces(dim))[:, :, : 2 * num_heads, :dim]
@@ -40,7 +39,7 @@ def unpack_pages(layout: PageLayout, entry_shapes: tuple[tuple[int, ...], ...], 
         return rows[:, 0::2], rows[:, 1::2]
     if layout.kind == "latent":
         ((dim,),) = entry_shapes
-        return (array.reshape(num_pages, -1, lanes)[:, : layout.page_size, :dim].reshape(-1, dim),)
+        return (states_of_pages(array)[:, : layout.page_size, :dim].reshape(-1, dim),)
     raise NotImplementedError(f"expected pages of a known layout, got {layout.kind!r}")
 
 
@@ -68,9 +67,11 @@ def pack_entries(layout: PageLayout, page_shapes: tuple[tuple[int, ...], ...], e
         return (pages_of_tokens(rows.reshape(-1, layout.page_size, *rows.shape[1:]), tokens, packing),)
     if layout.kind == "latent":
         (latent,) = entries
-        rows = latent.reshape(-1, layout.page_size, latent.shape[-1])
-        num_rows = shape[0] if len(shape) == 2 else shape[0] * shape[1]
-        return (_padded(rows, num_rows, shape[-1]).reshape(-1, *shape),)
+        states = latent.reshape(-1, layout.page_size, latent.shape[-1])
+        if len(shape) == 2:
+            return (states,)
+        num_rows, pieces, packing, lanes = shape
+        return (pages_of_states(_padded(states, num_rows * packing, pieces * lanes), packing),)
     raise NotImplementedError(f"expected pages of a known layout, got {layout.kind!r}")
 
 

@@ -22,6 +22,7 @@ from pallas_kernels.cases.steps import Rows, Step, rows_of
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.layouts import PageLayout, cdiv, latent_layout
 from pallas_kernels.mask import MaskRule
+from pallas_kernels.packed_pages import pages_of_states
 
 KINDS = ("decode", "decode-32k", "prefill", "mixed")
 BLOCK_TOKENS = 256  # of a page of entries, as vLLM has them for DeepSeek V4
@@ -125,9 +126,12 @@ def entry_pages(
     layout: PageLayout = latent_layout(head_dim=entries.width(dim), page_size=page, dtype=stored, platform=platform)
     (array,) = layout.arrays
     shape = array.shape(num_pages)
-    room = int(np.prod(shape[1:-1]))
+    room = page if len(shape) == 3 else shape[1] * shape[3]
     count = max(1, min(num_pages, BLOCK_ELEMENTS // (room * dim)))
     normal = vectors(rng.standard_normal((count, room, dim), dtype=np.float32))
     rows = entries.encode(jnp.asarray(normal)).astype(stored)
-    rows = jnp.pad(rows, [(0, 0), (0, 0), (0, shape[-1] - rows.shape[-1])])
-    return repeated(rows.reshape(count, *shape[1:]), num_pages).at[0].set(0)
+    if len(shape) == 5:
+        _, _, pieces, packing, lanes = shape
+        rows = jnp.pad(rows, [(0, 0), (0, 0), (0, pieces * lanes - rows.shape[-1])])
+        rows = pages_of_states(rows, packing)
+    return repeated(rows, num_pages).at[0].set(0)

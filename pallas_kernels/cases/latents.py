@@ -10,6 +10,7 @@ import numpy as np
 from pallas_kernels.cases.numbers import random_values
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8
 from pallas_kernels.layouts import PageLayout, latent_layout
+from pallas_kernels.packed_pages import pages_of_states, states_of_pages
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,16 @@ def hard_tables(
     return tables, seen_slots(tables, named, num_pages, page_size)
 
 
+def by_state(pages: np.ndarray) -> np.ndarray:
+    """A copy of latent pages of either layout as [pages, states, numbers], padding included."""
+    return states_of_pages(pages).copy()
+
+
+def with_states(pages: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """Pages like `pages` that hold `states`, as `by_state` gives them."""
+    return states if pages.ndim == 3 else pages_of_states(states, pages.shape[3])
+
+
 def laid_out(rows: np.ndarray, shape: LatentShape, seen: np.ndarray) -> np.ndarray:
     """Pages of states [pages, page_size, head_dim] where `seen` (bool[pages, page_size]), NaN (int8: 127) elsewhere.
 
@@ -77,10 +88,10 @@ def laid_out(rows: np.ndarray, shape: LatentShape, seen: np.ndarray) -> np.ndarr
     array = shape.layout.arrays[0]
     hidden = np.array(127 if array.dtype == "int8" else np.nan).astype(rows.dtype)
     pages = np.full(array.shape(seen.shape[0]), hidden)
-    flat = pages.reshape(seen.shape[0], -1, pages.shape[-1])
-    flat[:, : shape.page_size, : shape.head_dim] = np.where(seen[..., None], rows, hidden)
-    flat[0] = 0
-    return pages
+    states = by_state(pages)
+    states[:, : shape.page_size, : shape.head_dim] = np.where(seen[..., None], rows, hidden)
+    states[0] = 0
+    return with_states(pages, states)
 
 
 def random_pages(rng: np.random.Generator, shape: LatentShape, seen: np.ndarray) -> np.ndarray:
@@ -90,8 +101,7 @@ def random_pages(rng: np.random.Generator, shape: LatentShape, seen: np.ndarray)
 
 def unpacked(pages: np.ndarray, shape: LatentShape) -> np.ndarray:
     """float64[pages, page_size, head_dim] of either layout."""
-    rows = pages.reshape(pages.shape[0], -1, pages.shape[-1])
-    return rows[:, : shape.page_size, : shape.head_dim].astype(np.float64)
+    return by_state(pages)[:, : shape.page_size, : shape.head_dim].astype(np.float64)
 
 
 def decoded(rows: np.ndarray, entries: EntryFormat, dim: int) -> np.ndarray:

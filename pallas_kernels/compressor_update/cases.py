@@ -13,6 +13,7 @@ import numpy as np
 from pallas_kernels.cases import case, steps
 from pallas_kernels.cases.case import Arguments, Results, Sizes, Work, itemsize
 from pallas_kernels.cases.compare import assert_close, assert_same
+from pallas_kernels.cases.latents import by_state, with_states
 from pallas_kernels.cases.numbers import one_of, random_array, random_values
 from pallas_kernels.cases.pages import random_pages, random_platform
 from pallas_kernels.cases.steps import Rows, Step, StepCase, hard_rows, hard_step
@@ -148,7 +149,7 @@ class CompressorCase(StepCase):
         columns = cdiv(self.context, self.page)
         pages = np.full(self.layout.arrays[0].shape(1 + self.seqs * columns), np.nan, np.float32)
         pages[0] = 0
-        by_state = pages.reshape(pages.shape[0], -1, pages.shape[-1])
+        states = by_state(pages)
         tables = np.zeros((self.seqs, columns), np.int32)
         free = iter(rng.permutation(np.arange(1, pages.shape[0])))
         slots = np.full(self.tokens, -1, np.int32)
@@ -160,11 +161,11 @@ class CompressorCase(StepCase):
             places = tables[row, kept // self.page] * self.page + kept % self.page
             slots[starts[row] : starts[row + 1]] = places[kept >= computed]
             for place in places[kept < computed]:
-                by_state[place // self.page, place % self.page, : 2 * self.width] = rng.standard_normal(2 * self.width)
+                states[place // self.page, place % self.page, : 2 * self.width] = rng.standard_normal(2 * self.width)
         kv, scores = (jnp.asarray(random_values(rng, (self.tokens, self.width), self.q_dtype)) for _ in range(2))
         bias = jnp.asarray(random_values(rng, (self.ratio, self.width), "float32"))
         step = steps.on_device(tables, lengths, starts, distribution)
-        return Arguments((jnp.asarray(pages),), (kv, scores, step, jnp.asarray(slots), bias))
+        return Arguments((jnp.asarray(with_states(pages, states)),), (kv, scores, step, jnp.asarray(slots), bias))
 
     def call(self, backend: str, pages: tuple[Any, ...], rest: Any) -> Results:
         """Entries with their positions, and the states."""
@@ -177,17 +178,17 @@ class CompressorCase(StepCase):
         """By the oracle, over the states that pages hold and the new ones."""
         kv, scores, step, _, bias = arguments.rest
         tables, lengths, starts, _ = map(np.asarray, step)
-        page, bias = np.array(arguments.pages[0]), np.asarray(bias)
-        by_state = page.reshape(page.shape[0], -1, page.shape[-1])
+        page, bias = np.asarray(arguments.pages[0]), np.asarray(bias)
+        found = by_state(page)
         entries, positions = [], []
         for row, (start, end) in enumerate(pairwise(starts)):
             tokens = np.arange(lengths[row] - (end - start), lengths[row])
             at = (tables[row, tokens // self.page], tokens % self.page)
             biased = np.asarray(scores)[start:end] + bias[tokens % self.ratio]
-            by_state[at] = 0
-            by_state[(*at, slice(2 * self.width))] = np.concatenate([np.asarray(kv)[start:end], biased], axis=-1)
+            found[at] = 0
+            found[(*at, slice(2 * self.width))] = np.concatenate([np.asarray(kv)[start:end], biased], axis=-1)
             every = np.arange(lengths[row])
-            states = by_state[tables[row, every // self.page], every % self.page, : 2 * self.width]
+            states = found[tables[row, every // self.page], every % self.page, : 2 * self.width]
             for entry in range(int(lengths[row] - (end - start)) // self.ratio, int(lengths[row]) // self.ratio):
                 first = self.ratio * max(0, entry - self.overlap)
                 own = states[first : self.ratio * (entry + 1)]
@@ -197,7 +198,8 @@ class CompressorCase(StepCase):
         room = max_new_entries(self.tokens, self.seqs, self.ratio)
         padding = room - len(entries)
         outs = np.array([*entries, *np.zeros((padding, self.dim))]).reshape(room, self.dim)
-        return Results((outs, np.array([*positions, *[-1] * padding], np.int32)), (page,))
+        pages = (with_states(page, found),)
+        return Results((outs, np.array([*positions, *[-1] * padding], np.int32)), pages)
 
     def assert_right(self, found: Results, arguments: Arguments) -> None:
         """Scores in pages are sums, which an implementation may round in its own order: all else bit for bit."""

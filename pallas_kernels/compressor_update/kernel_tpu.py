@@ -26,7 +26,7 @@ from pallas_kernels.latent_pages import state_slots
 from pallas_kernels.schedule import Batch
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS
-from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, load_piece
+from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, load_row
 
 _VMEM_LIMIT_BYTES = 32 << 20
 _LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the states of two entries
@@ -44,7 +44,7 @@ def reason_not_supported(
 ) -> str | None:
     """What of a call the kernel cannot do, in words; None if it can do it all."""
     ratio, width = position_bias.shape
-    if pages[0].ndim != 4:
+    if pages[0].ndim != 5:
         return "TPU kernels read packed latent pages; make them by latent_layout(platform='tpu')"
     pool = _Pool(ratio, width, overlap, page_size)
     if pool.dim % LANES:
@@ -100,7 +100,7 @@ class _Pool:
 def compressor_update(
     kv: jax.Array,  # [T, coff * D]
     scores: jax.Array,  # [T, coff * D]
-    pages: tuple[jax.Array, ...],  # packed: (float32[pages, page_size, 1, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: (float32[pages, page_size, pieces, 1, 128],)
     block_tables: jax.Array,  # int32[S, P]
     seq_lens: jax.Array,  # int32[S]
     query_start_loc: jax.Array,  # int32[S + 1]
@@ -116,7 +116,7 @@ def compressor_update(
     ratio, width = position_bias.shape
     pool = _Pool(ratio, width, overlap, page_size)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
-    states = biased_states(kv, scores, batch, position_bias)
+    states, row_shape = biased_states(kv, scores, batch, position_bias), pages[0].shape[2:]
     seq, entry = new_entries(batch, ratio, room)
     results = call(
         lambda refs: _Step(pool, refs).run(),
@@ -128,7 +128,7 @@ def compressor_update(
             "slots": pool.slots(block_tables, seq, entry).reshape(-1),
             "entries": entry,
         },
-        inputs={"states": Operand(states[:, None], IN_HBM)},
+        inputs={"states": Operand(states.reshape(-1, *row_shape), IN_HBM)},
         outputs={
             "out": Operand(
                 jax.ShapeDtypeStruct((room, 1, pool.dim), jnp.float32),
@@ -136,7 +136,7 @@ def compressor_update(
             ),
         },
         scratch={
-            "buffer": pltpu.VMEM((2, pool.num_states, 1, states.shape[1]), jnp.float32),
+            "buffer": pltpu.VMEM((2, pool.num_states, *row_shape), jnp.float32),
             "arrived": pltpu.SemaphoreType.DMA((2,)),
             "left": pltpu.SemaphoreType.DMA,
         },
@@ -153,10 +153,10 @@ class _Refs(NamedTuple):
     runs: Ref  # SMEM int32[3 * T + 1] of `copy_runs`
     slots: Ref  # SMEM int32[room * units]
     entries: Ref  # SMEM int32[room]
-    states: Ref  # HBM float32[T, 1, lanes] new ones
+    states: Ref  # HBM float32[T, pieces, 1, 128] new ones
     out: Ref  # float32[1, 1, D]
-    pages: Ref  # HBM float32[pages, page_size, 1, lanes]
-    buffer: Ref  # float32[2, states of an entry, 1, lanes]
+    pages: Ref  # HBM float32[pages, page_size, pieces, 1, 128]
+    buffer: Ref  # float32[2, states of an entry, pieces, 1, 128]
     arrived: Ref  # DMA semaphores, one a buffer
     left: Ref  # DMA semaphore
 
@@ -219,5 +219,5 @@ class _Step:
         return self._load(slot, first, column + pool.width // LANES), self._load(slot, first, column)
 
     def _load(self, slot: jax.Array, first: int, piece: int) -> Any:
-        words = load_piece(self.refs.buffer, (slot,), first, self.pool.ratio, piece)
+        words = load_row(self.refs.buffer, (slot,), first, self.pool.ratio, piece)
         return lax.bitcast_convert_type(words, jnp.float32)

@@ -22,6 +22,7 @@ from pallas_kernels.compressor_update.reference import biased_states, new_entrie
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.online_softmax import finite
+from pallas_kernels.packed_pages import states_of_pages
 from pallas_kernels.schedule import Batch
 from pallas_kernels.triton.call import call, load, power_from, store
 
@@ -66,7 +67,7 @@ def compressor_update(
         functools.partial(_pool, ratio, overlap, page_size),
         name="pool_entries",
         grid=(room, cdiv(dim, _COLUMNS)),
-        inputs=[array.reshape(array.shape[0], -1, array.shape[-1]), block_tables, seq, entry],
+        inputs=[states_of_pages(array), block_tables, seq, entry],
         outputs=[jax.ShapeDtypeStruct((room, dim), jnp.float32)],
     )
     return entries, jnp.where(entry >= 0, entry * ratio, -1), (array,)

@@ -17,7 +17,7 @@ import numpy as np
 from pallas_kernels.cases import case, entries, steps
 from pallas_kernels.cases.case import Arguments, Results, Sizes, Work, itemsize
 from pallas_kernels.cases.entries import Entries, entry_bytes, entry_pages, stored_in
-from pallas_kernels.cases.latents import LatentShape, decoded, laid_out, random_tables, seen_slots
+from pallas_kernels.cases.latents import LatentShape, by_state, decoded, laid_out, random_tables, seen_slots
 from pallas_kernels.cases.numbers import one_of, random_array
 from pallas_kernels.cases.pages import random_platform
 from pallas_kernels.cases.steps import Step, StepCase, hard_rows, hard_step
@@ -156,8 +156,7 @@ class IndexerCase(StepCase):
         q, weights, step = arguments.rest
         q, weights = np.asarray(q).astype(np.float32), np.asarray(weights)
         tables, lengths, starts, _ = map(np.asarray, step)
-        page = np.asarray(arguments.pages[0])
-        rows = page.reshape(page.shape[0], -1, page.shape[-1])[:, : self.page, : self.latent.head_dim]
+        rows = by_state(np.asarray(arguments.pages[0]))[:, : self.page, : self.latent.head_dim]
         keys = decoded(rows, self.format, self.dim)
         picks = np.full((self.tokens, self.topk), -1, np.int32)
         for row, (start, end) in enumerate(pairwise(starts)):

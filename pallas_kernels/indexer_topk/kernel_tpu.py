@@ -28,7 +28,7 @@ from pallas_kernels.tpu.base2 import dot
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.entries import EntryReader, reason_of_entries
 from pallas_kernels.tpu.latent_blocks import Run, StateBlocks, StatePages, log2
-from pallas_kernels.tpu.mosaic import LANES, Ref, load_piece
+from pallas_kernels.tpu.mosaic import LANES, Ref, load_row
 from pallas_kernels.tpu.token_blocks import TILE_QUERIES, Field, TokenBlocks, both_kinds
 from pallas_kernels.tpu.token_specs import (
     MOST_ROWS,
@@ -80,7 +80,7 @@ def reason_not_supported(
 def indexer_topk(
     q: jax.Array,  # [T, Hi, Di]
     weights: jax.Array,  # [T, Hi]
-    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, packing, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, pieces, packing, 128],)
     block_tables: jax.Array,  # int32[S, P]
     seq_lens: jax.Array,  # int32[S]
     query_start_loc: jax.Array,  # int32[S + 1]
@@ -154,9 +154,9 @@ class _Refs(NamedTuple):
     next_table: Ref  # SMEM int32[1, 1, n] of the next item's
     q: Ref  # [queries * heads, lanes]
     weights: Ref  # float32[queries * heads, 128]
-    pages: Ref  # HBM [pages, rows, packing, lanes]
+    pages: Ref  # HBM [pages, rows, pieces, packing, 128]
     out: Ref  # int32[queries, 1, K padded]
-    buffer: Ref  # [buffers, 128, packing, lanes] rows of keys
+    buffer: Ref  # [buffers, 128, pieces, packing, 128] rows of keys
     vectors: Ref  # [places, 128, lanes] keys
     keys: Ref  # int32[queries, rows, 128] sort keys of the scores
     picked_keys: Ref  # int32[K padded, 128]
@@ -256,7 +256,7 @@ class _Step:
         config, refs = self.config, self.refs
         cache, size = config.cache, config.chunk
         reader = cache.reader
-        words = [load_piece(refs.buffer, (slot,), 0, BLOCK_ROWS, piece) for piece in range(reader.num_pieces)]
+        words = [load_row(refs.buffer, (slot,), 0, BLOCK_ROWS, piece) for piece in range(reader.num_pieces)]
         for place in range(cache.places):
             for piece, x in enumerate(reader.vectors(words, place, None)):
                 refs.vectors[place, :, pl.ds(piece * LANES, LANES)] = x

@@ -24,6 +24,7 @@ from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
+from pallas_kernels.packed_pages import states_of_pages
 from pallas_kernels.schedule import Batch, QueryTile, few_queries, query_tiles
 from pallas_kernels.varying import vary_like
 from pallas_kernels.xla.walks import product_dtype
@@ -190,9 +191,8 @@ def _walked(
         token = jnp.where(is_real, own.token[:, None] + place, q.shape[0])
         counts = jnp.where(is_real, (pos + 1) // tokens_per_state, 0)
         if by_triton:
-            array = keys.latent.array
-            rows = array.reshape(array.shape[0], -1, array.shape[-1])
-            behind = triton_scores.Entries(rows, keys.block_tables, keys.latent.page_size, keys.entries)
+            states, size = states_of_pages(keys.latent.array), keys.latent.page_size
+            behind = triton_scores.Entries(states, keys.block_tables, size, keys.entries)
             heads = q.astype(product_dtype(q.dtype, _number_dtype(keys)))
             scores = triton_scores.score_tiles(heads, weights, behind, own.seq, own.token, counts)
         else:

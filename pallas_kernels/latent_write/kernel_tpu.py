@@ -21,7 +21,7 @@ from pallas_kernels.tpu.word_rows import merge_rows
 
 def reason_not_supported(pages: tuple[jax.Array, ...], num_states: int) -> str | None:
     """What of a call the kernel cannot do, in words; None if it can do it all."""
-    if pages[0].ndim != 4:
+    if pages[0].ndim != 5:
         return "TPU kernels write packed latent pages; make them by latent_layout(platform='tpu')"
     if pages[0].dtype == jnp.float16:
         return "TPU has no arithmetic on float16 pages; use bfloat16"
@@ -33,7 +33,7 @@ def reason_not_supported(pages: tuple[jax.Array, ...], num_states: int) -> str |
 @functools.partial(jax.jit, static_argnames=("entries", "page_size"))
 def latent_write(
     states: jax.Array,  # [num_states, dim]
-    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, packing, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, pieces, packing, 128],)
     slot_mapping: jax.Array,  # int32[num_states]
     scale: jax.Array | None,
     *,
@@ -46,6 +46,4 @@ def latent_write(
     (latent,) = pages
     values = entries.encode(states)
     values = LatentPages(latent, page_size, values.shape[-1]).as_stored(values, scale)
-    by_row = latent.reshape(*latent.shape[:2], 1, *latent.shape[2:])
-    written = merge_rows(values[:, None, None], by_row, slot_mapping, page_size=page_size, name="latent_write")
-    return (written.reshape(latent.shape),)
+    return (merge_rows(values[:, :, None], latent, slot_mapping, page_size=page_size, name="latent_write"),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pallas_kernels.cases.latents import by_state, with_states
 from pallas_kernels.cases.numbers import rounded
 
 
@@ -15,10 +16,9 @@ def latent_write(
     scale: np.ndarray | None,
 ) -> np.ndarray:
     """The pages afterwards: state n at slot `slots[n]`, -1 and slots of page 0 apart; padding of a state is zero."""
-    pages = pages.copy()
-    by_state = pages.reshape(pages.shape[0], -1, pages.shape[-1])
+    found = by_state(pages)
     for n in np.flatnonzero(slots >= page_size):
-        row = by_state[slots[n] // page_size, slots[n] % page_size]
+        row = found[slots[n] // page_size, slots[n] % page_size]
         row[:] = np.zeros((), pages.dtype)
         row[: states.shape[1]] = rounded(states[n].astype(np.float64) / (1.0 if scale is None else scale), pages.dtype)
-    return pages
+    return with_states(pages, found)

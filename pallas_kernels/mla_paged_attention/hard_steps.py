@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases.latents import LatentShape, hard_tables, random_pages, unpacked
+from pallas_kernels.cases.latents import LatentShape, by_state, hard_tables, random_pages, unpacked, with_states
 from pallas_kernels.cases.numbers import random_values
 from pallas_kernels.cases.steps import hard_step, random_rows
 from pallas_kernels.ragged_paged_attention.oracle import Options, attention, seen_keys
@@ -50,9 +50,8 @@ class Case:
 
     def of_rank(self, rank: int, size: int) -> Case:
         """As `cases.Case.of_rank`; packed pages whose states fill their words."""
-        page = self.page if self.page.ndim == 3 else self.page.reshape(len(self.page), -1, self.page.shape[3])
-        own = page[:, rank::size]
-        return dataclasses.replace(self, page=own.reshape(len(own), -1, *self.page.shape[2:]))
+        own = by_state(self.page)[:, rank::size]
+        return dataclasses.replace(self, page=with_states(self.page, own))
 
     def expected(self, options: Options) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) of the oracle: one KV head whose values are the first numbers of its keys."""

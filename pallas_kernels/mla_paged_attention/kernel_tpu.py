@@ -68,7 +68,7 @@ class Tuning(NamedTuple):
 def reason_not_supported(latent: LatentPages, mask: MaskRule, share: KeyShare | None = None) -> str | None:
     """What of a call the kernel cannot do, in words; None if it can do it all."""
     array = latent.array
-    if array.ndim != 4:
+    if array.ndim != 5:
         return "TPU kernels read packed latent pages; make them by latent_layout(platform='tpu')"
     if array.dtype == jnp.float16:
         return "TPU has no arithmetic on float16 pages; use bfloat16"
@@ -82,7 +82,7 @@ def reason_not_supported(latent: LatentPages, mask: MaskRule, share: KeyShare | 
 def mla_paged_attention(
     q_nope: jax.Array,  # [T, Hq, Dl]
     q_pe: jax.Array,  # [T, Hq, Dr]
-    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, packing, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, pieces, packing, 128],)
     block_tables: jax.Array,  # int32[S, P]
     seq_lens: jax.Array,  # int32[S]
     query_start_loc: jax.Array,  # int32[S + 1]
@@ -116,7 +116,7 @@ def mla_paged_attention(
             soft_cap=soft_cap,
             heads=padded_heads(num_heads),
             head_dim=latent_dim + q_pe.shape[-1],
-            lanes=pages[0].shape[-1],
+            lanes=whole_lanes(latent_dim + q_pe.shape[-1]),
             value_lanes=whole_lanes(latent_dim),
             page_size=page_size,
             compute_dtype=_compute_dtype(q_nope.dtype, pages[0].dtype),

@@ -20,16 +20,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit
 from pallas_kernels.tpu.items import ItemTable
-from pallas_kernels.tpu.mosaic import LANES, Ref, elements, load_words
+from pallas_kernels.tpu.mosaic import LANES, Ref, elements, load_row
 
 # int32 slots of a block -> bool: whether they are kept.
 MaskOf = Callable[[jax.Array], jax.Array]
 
 
 def buffer_shape(config: LatentConfig, pages: jax.Array) -> tuple[int, ...]:
-    """Shape of the buffers for `pages` [pages, rows, packing, lanes]."""
-    _, rows, packing, lanes = pages.shape
-    return (config.buffers, config.units, config.block_pages * rows, packing, lanes)
+    """Shape of the buffers for `pages` [pages, rows, pieces, packing, 128]."""
+    return (config.buffers, config.units, config.block_pages * pages.shape[1], *pages.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class LatentBlocks:
 
     config: LatentConfig
     items: ItemTable
-    pages: Ref  # HBM [num_pages, rows, packing, lanes]
+    pages: Ref  # HBM [num_pages, rows, pieces, packing, 128]
     buffer: Ref  # VMEM, `buffer_shape`
     arrived: Ref  # DMA semaphores, one a buffer
 
@@ -88,20 +87,19 @@ class LatentBlocks:
 
     def _words(self, slot: jax.Array, unit: int, part: int, lanes: int) -> jax.Array:
         """uint32[part / packing, lanes]: a part's words."""
-        count = self.config.part // self.buffer.shape[3]
-        x = load_words(self.buffer, (slot, unit), first=part * count, count=count, lanes=lanes)
-        clean = self.config.head_dim // LANES * LANES
-        if clean >= lanes:
-            return x
-        is_real = lax.broadcasted_iota(jnp.int32, (count, LANES), 1) < self.config.head_dim - clean
-        return jnp.concatenate([x[:, :clean], jnp.where(is_real, x[:, clean:], jnp.zeros_like(x[:, clean:]))], axis=1)
+        count, head_dim = self.config.part // self.buffer.shape[4], self.config.head_dim
+        pieces = [load_row(self.buffer, (slot, unit), part * count, count, piece) for piece in range(lanes // LANES)]
+        if head_dim < lanes:
+            is_real = lax.broadcasted_iota(jnp.int32, (count, LANES), 1) < head_dim % LANES
+            pieces[-1] = jnp.where(is_real, pieces[-1], jnp.zeros_like(pieces[-1]))
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
     def _states(self, words: jax.Array) -> jax.Array:
         return elements(words, self.buffer.dtype).astype(self.config.compute_dtype)
 
     def _kept_bits(self, part: int, mask_of: MaskOf) -> jax.Array:
         """uint32[part / packing, 128]: ones for the states that are kept."""
-        packing = self.buffer.shape[3]
+        packing = self.buffer.shape[4]
         bits = 32 // packing
         shape = (self.config.part // packing, LANES)
         first = part * self.config.part + packing * lax.broadcasted_iota(jnp.int32, shape, 0)

@@ -17,7 +17,7 @@ class Refs(NamedTuple):
     counts: Ref  # SMEM int32[2] items, steps
     tables: Ref  # int32[S * table_stride], SMEM or HBM
     q: Ref  # HBM [T, heads, lanes]
-    pages: Ref  # HBM [pages, rows, packing, lanes]
+    pages: Ref  # HBM [pages, rows, pieces, packing, 128]
     out: Ref  # HBM [T, heads, value_lanes]
     buffer: Ref  # `tpu_latents.buffer_shape`
     arrived: Ref  # DMA semaphores, one a buffer

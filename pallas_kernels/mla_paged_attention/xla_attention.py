@@ -18,6 +18,7 @@ from pallas_kernels.key_share import KeyShare
 from pallas_kernels.latent_pages import LatentPages, LatentTiles
 from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
+from pallas_kernels.packed_pages import states_of_pages
 from pallas_kernels.schedule import Batch
 from pallas_kernels.xla.tiles import Limits, TileQueries
 from pallas_kernels.xla.walks import Step, attend_step, per_head, product_dtype
@@ -56,10 +57,7 @@ def mla_paged_attention(
     step = Step(queries, cache, mask, sinks, scale, q_nope.dtype, limits)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     if by_triton is not None:
-        array = pages[0]
-        out, lse = triton.attend_step(
-            step, batch, (array.reshape(array.shape[0], -1, 1, array.shape[-1]), None), by_triton
-        )
+        out, lse = triton.attend_step(step, batch, (states_of_pages(pages[0])[:, :, None], None), by_triton)
     else:
         out, lse = attend_step(step, batch)
     return out[:, 0], lse[:, 0]

@@ -15,7 +15,7 @@ from pallas_kernels.cases import case, entries, steps
 from pallas_kernels.cases.case import Arguments, Results, Sizes, Work, itemsize
 from pallas_kernels.cases.compare import assert_heads_close
 from pallas_kernels.cases.entries import Entries, entry_bytes, entry_pages, stored_in
-from pallas_kernels.cases.latents import LatentShape, decoded
+from pallas_kernels.cases.latents import LatentShape, by_state, decoded
 from pallas_kernels.cases.masks import SINKS
 from pallas_kernels.cases.numbers import one_of, random_array
 from pallas_kernels.cases.pages import random_platform
@@ -240,8 +240,7 @@ class SparseCase(StepCase):
 
     def _decoded(self, pages: Any, page_size: int) -> np.ndarray:
         """float64[pages, page_size, dim] of an array of pages."""
-        rows = np.asarray(pages).reshape(pages.shape[0], -1, pages.shape[-1])
-        return decoded(rows[:, :page_size, : self.format.width(self.dim)], self.format, self.dim)
+        return decoded(by_state(np.asarray(pages))[:, :page_size, : self.format.width(self.dim)], self.format, self.dim)
 
     def assert_right(self, found: Results, arguments: Arguments) -> None:
         """Head by head: a huge sink of one would hide what is wrong in others."""

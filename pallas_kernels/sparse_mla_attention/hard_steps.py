@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.cases.latents import LatentShape, decoded, hard_tables, laid_out
+from pallas_kernels.cases.latents import LatentShape, by_state, decoded, hard_tables, laid_out
 from pallas_kernels.cases.numbers import random_values
 from pallas_kernels.cases.steps import hard_step, random_rows
 from pallas_kernels.latent_entries import EntryFormat, Plain
@@ -91,8 +91,7 @@ class _Cache:
         return pages, tables, lambda row, state: vectors[tables[row, state // size], state % size]
 
     def _rows(self, pages: np.ndarray) -> np.ndarray:
-        rows = pages.reshape(pages.shape[0], -1, pages.shape[-1])
-        return rows[:, : self.latent.page_size, : self.latent.head_dim]
+        return by_state(pages)[:, : self.latent.page_size, : self.latent.head_dim]
 
 
 def make_case(seed: int, shape: Shape, rows: Sequence[tuple[int, int]] | None = None) -> Case:

@@ -71,7 +71,7 @@ def reason_not_supported(
         caches.append((compressed_pages[0], entry_page_size))
         counts.append(("columns of compressed_tables", compressed_tables.shape[1], MOST_COLUMNS))
         if topk_indices is not None:
-            most = tpu_picks.LARGEST_BUFFER_BYTES // (2 * 4 * compressed_pages[0].shape[-1])
+            most = tpu_picks.LARGEST_BUFFER_BYTES // (2 * 4 * LANES * compressed_pages[0].shape[2])
             counts.append(("picked entries", topk_indices.shape[1], most))
     counts += [("states in a page", size, LARGEST_BLOCK) for _, size in caches]
     reasons = [reason_of_entries(entries, *cache) for cache in caches]
@@ -89,7 +89,7 @@ def reason_not_supported(
 )  # fmt: skip
 def sparse_mla_attention(
     q: jax.Array,  # [T, Hq, D]
-    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, packing, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, pieces, packing, 128],)
     schedule: SparseSchedule,
     compressed_pages: tuple[jax.Array, ...] | None,
     compressed_tables: jax.Array | None,  # int32[S, Pc]

@@ -28,7 +28,7 @@ from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.latent_blocks import StatePages, log2
 from pallas_kernels.tpu.lse import lse_shape
-from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, is_interpreted, load_piece
+from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, is_interpreted, load_row
 
 LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the entries of two tokens
 PART = LANES  # entries that are attended at a time
@@ -69,7 +69,7 @@ def pick_pass(
     picks: Picks,
     none: int,  # what names nothing
     q: jax.Array,  # [T * heads, lanes]
-    pages: jax.Array,  # [pages, rows, packing, lanes]
+    pages: jax.Array,  # [pages, rows, pieces, packing, 128]
     shifts: jax.Array,  # int32[S, 1, n] of `row_shifts`
     state: PassState,
     sinks: jax.Array | None,  # float32[chunk, 128]
@@ -127,7 +127,7 @@ def pick_pass(
 class _Buffers(NamedTuple):
     """Two arrays, not one with a first axis: the compiler then sees that DMAs into one leave the other alone."""
 
-    even: Ref  # [1, K, packing, lanes] entries of every other step's token
+    even: Ref  # [1, K, pieces, packing, 128] entries of every other step's token
     odd: Ref
 
 
@@ -143,7 +143,7 @@ class _Refs(NamedTuple):
     q: Ref  # [heads, lanes]
     before: PassState  # what the window's pass left
     sinks: Ref | None  # float32[heads, 128]
-    pages: Ref  # HBM [rows of all pages, packing, lanes]
+    pages: Ref  # HBM [rows of all pages, pieces, packing, 128]
     out: Ref  # [heads, lanes]
     lse: Ref | None  # float32[1, rows of heads, 128]
     buffers: _Buffers
@@ -236,6 +236,6 @@ class _Step:
         down = jnp.transpose(jnp.broadcast_to(entries, (PART, LANES)))  # in every lane
         place = down & (cache.places - 1) if cache.places > 1 else 0
         pieces = range(cache.reader.num_pieces)
-        words = [load_piece(self._buffer(slot), (0,), first, PART, piece) for piece in pieces]
+        words = [load_row(self._buffer(slot), (0,), first, PART, piece) for piece in pieces]
         for piece, x in enumerate(cache.reader.vectors(words, place, down < self.none)):
             self.refs.vectors[:, pl.ds(piece * LANES, LANES)] = x

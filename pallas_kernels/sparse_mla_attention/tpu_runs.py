@@ -25,7 +25,7 @@ from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.latent_blocks import Run, StateBlocks, log2
 from pallas_kernels.tpu.lse import lse_shape
-from pallas_kernels.tpu.mosaic import LANES, Ref, load_piece
+from pallas_kernels.tpu.mosaic import LANES, Ref, load_row
 from pallas_kernels.tpu.token_blocks import Field
 from pallas_kernels.tpu.token_specs import row_specs, table_spec, token_spec
 
@@ -42,11 +42,11 @@ class _Refs(NamedTuple):
     next_table: Ref | None  # SMEM int32[1, 1, n] of the next item's
     before: PassState | None  # what another pass left; None: this is the first
     sinks: Ref | None  # float32[chunk, 128]
-    pages: Ref  # HBM [pages, rows, packing, lanes]
+    pages: Ref  # HBM [pages, rows, pieces, packing, 128]
     out: Ref | None  # [rows, lanes]; None: this pass leaves its state
     lse: Ref | None  # float32[queries, rows of heads, 128]
     after: PassState | None  # for the next pass
-    buffer: Ref  # [2, rows of a block, packing, lanes]
+    buffer: Ref  # [2, rows of a block, pieces, packing, 128]
     vectors: Ref  # [states of a block, lanes]
     state: PassState  # of the rows
     num_before: Ref  # SMEM int32[1]
@@ -57,7 +57,7 @@ def run_pass(
     config: LaunchConfig,
     items: WindowBlocks,
     q: jax.Array,  # [T * heads, lanes], a multiple of the blocks
-    pages: jax.Array,  # [pages, rows, packing, lanes]
+    pages: jax.Array,  # [pages, rows, pieces, packing, 128]
     tables: jax.Array | None,  # int32[S, 1, n]: of compressed entries
     state: PassState | None,
     sinks: jax.Array | None,  # float32[chunk, 128]
@@ -178,7 +178,7 @@ class _Step:
         """Vectors of a block, place by place, those that no row of the item sees as zero."""
         config = self.config
         reader, num_rows, places = config.cache.reader, config.block_rows, config.cache.places
-        words = [load_piece(self.refs.buffer, (slot,), 0, num_rows, piece) for piece in range(reader.num_pieces)]
+        words = [load_row(self.refs.buffer, (slot,), 0, num_rows, piece) for piece in range(reader.num_pieces)]
         state = first + lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0) * places
         for place in range(places):
             kept = (state + place >= run.lower) & (state + place <= run.upper)

@@ -1,6 +1,6 @@
 """Reading the states of latent pages in a TPU kernel, in any entry format.
 
-Flow:    rows of pages in VMEM -> [mosaic.load_piece] -> words -> [EntryReader.vectors] -> vectors for matrix products
+Flow:    rows of pages in VMEM -> [mosaic.load_row] -> words -> [EntryReader.vectors] -> vectors for matrix products
 
 A row of a page holds as many states as elements fit a 32-bit word (`packing`), one in each *place* of the words. So a
 state is `word >> (bits * place)` whatever its format, and a row is the least that a DMA moves.
@@ -30,7 +30,7 @@ _MAGNITUDE = 0x7F << 20  # also e4m3's NaN
 
 def reason_of_entries(entries: EntryFormat, pages: jax.Array, page_size: int) -> str | None:
     """What of latent pages the reader cannot do, in words; None if it can read them."""
-    if pages.ndim != 4:
+    if pages.ndim != 5:
         return "TPU kernels read packed latent pages; make them by latent_layout(platform='tpu')"
     if entries == Plain() and pages.dtype not in (jnp.bfloat16, jnp.float32):
         return f"TPU kernels read plain entries in bfloat16 or float32, got {pages.dtype}"

@@ -67,8 +67,8 @@ class StateBlocks:
 
     cache: StatePages
     block_pages: int  # a power of two
-    pages: Ref  # HBM [pages, rows, packing, lanes]
-    buffer: Ref  # VMEM [buffers, rows of a block, packing, lanes], a power of two of them
+    pages: Ref  # HBM [pages, rows, pieces, packing, 128]
+    buffer: Ref  # VMEM [buffers, rows of a block, pieces, packing, 128], a power of two of them
     arrived: Ref  # DMA semaphores, one a buffer
     num_before: Ref  # SMEM int32[1] blocks of all items before: they tell the buffer of the next
 

@@ -80,35 +80,6 @@ def packing(dtype: jnp.dtype) -> int:
     return 4 // jnp.dtype(dtype).itemsize
 
 
-def load_words(
-    ref: Ref,
-    leading: tuple[Any, ...] = (),
-    *,
-    first: jax.Array | int = 0,
-    count: int | None = None,
-    lanes: int | None = None,
-) -> jax.Array:
-    """uint32[count, lanes] of `ref[leading]` [n, packing, all lanes]: the first `lanes` lanes of rows from `first` on.
-
-    128 lanes at a time, so that a register holds rows one below the other.
-    """
-    count = ref.shape[-3] if count is None else count
-    lanes = ref.shape[-1] if lanes is None else lanes
-    pieces = [load_piece(ref, leading, first, count, piece) for piece in range(lanes // LANES)]
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-
-
-def load_piece(ref: Ref, leading: tuple[Any, ...], first: jax.Array | int, count: int, piece: int) -> jax.Array:
-    """uint32[count, 128]: lanes from `128 * piece` on of rows of `ref[leading]` [n, packing, lanes] from `first` on."""
-    if is_interpreted():
-        every = pl.ds(0, ref.shape[-2])  # not slice(None), which the race detector takes for empty
-        return _joined(ref[(*leading, pl.ds(first, count), every, pl.ds(piece * LANES, LANES))])
-    view = _words(ref, leading)
-    stride = ref.shape[-1] // LANES
-    view = view.reshape(view.shape[0] * stride, LANES)
-    return view[pl.ds(first * stride + piece, count, stride=stride), :]
-
-
 def load_row(ref: Ref, leading: tuple[Any, ...], first: jax.Array | int, count: int, row: jax.Array | int) -> jax.Array:
     """uint32[count, lanes]: row `row` of words of `ref[leading]` [n, rows, packing, lanes], of entries from `first` on.
 
@@ -126,14 +97,6 @@ def store_row(ref: Ref, row: int, value: jax.Array) -> None:
         ref[:, row] = _split(value, ref.dtype)
     else:
         _words(ref, ())[pl.ds(row, ref.shape[0], stride=ref.shape[1]), :] = value
-
-
-def store_words(ref: Ref, value: jax.Array) -> None:
-    """Stores uint32[n, lanes] into `ref` [n, packing, lanes]."""
-    if is_interpreted():
-        ref[...] = _split(value, ref.dtype)
-    else:
-        _words(ref, ())[...] = value
 
 
 def elements(value: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -6,7 +6,7 @@ A DMA moves whole words, so entries are sorted by slot, those of one row are put
 a whole, its other bits come from the pages. Every row has the same number of places, one after another from the lowest
 bits of its words on, each for one entry.
 
-Grid: one step per `CHUNK_ROWS` rows, as many as the call touches. A step reads and writes CHUNK_ROWS * pieces * lanes
+Grid: one step per `CHUNK_ROWS` rows, as many as the call touches. A step reads and writes CHUNK_ROWS * pieces * 128
 words; a run of rows inside a page is one DMA each way: a decode token one, the tokens of a prefill one a page.
 """
 
@@ -37,8 +37,8 @@ class RowPlan(NamedTuple):
 
 
 def merge_rows(
-    entries: jax.Array,  # [num_entries, pieces, packing / places, lanes] the numbers of a place, in the pages' dtype
-    pages: jax.Array,  # [pages, rows, pieces, packing, lanes]
+    entries: jax.Array,  # [num_entries, pieces, packing / places, 128] the numbers of a place, in the pages' dtype
+    pages: jax.Array,  # [pages, rows, pieces, packing, 128]
     slot_mapping: jax.Array,  # int32[num_entries] page * page_size + place, -1: skip
     *,
     page_size: int,  # entries of a page
@@ -105,10 +105,10 @@ class _Refs(NamedTuple):
     """References of a chunk of rows."""
 
     runs: Ref  # SMEM int32[chunks * (3 * chunk + 1)] of `RowPlan`
-    rows: Ref  # [chunk, pieces, packing, lanes] new entries, 0 where the old one stays
+    rows: Ref  # [chunk, pieces, packing, 128] new entries, 0 where the old one stays
     old_bits: Ref  # uint32[chunk, 128]
-    pages: Ref  # HBM [pages, rows, pieces, packing, lanes]
-    merged: Ref  # [chunk, pieces, packing, lanes]
+    pages: Ref  # HBM [pages, rows, pieces, packing, 128]
+    merged: Ref  # [chunk, pieces, packing, 128]
     arrived: Ref  # DMA semaphore
 
 
@@ -130,8 +130,7 @@ def _merge(refs: _Refs) -> None:
 
     table = pl.program_id(0) * (3 * chunk + 1)
     copy_all(runs, read, first=table, size=chunk)
-    stays = jnp.concatenate([old_bits[...]] * (rows.shape[3] // LANES), axis=1)
     for piece in range(rows.shape[1]):
         old, new = (load_row(ref, (), 0, chunk, piece) for ref in (merged, rows))
-        store_row(merged, piece, (old & stays) | new)
+        store_row(merged, piece, (old & old_bits[...]) | new)
     copy_all(runs, write, first=table, size=chunk)

@@ -14,6 +14,7 @@ from pallas_kernels.layouts import (
     DIM_AXIS,
     HEAD_AXIS,
     KV_CACHE_DTYPES,
+    LANE_AXIS,
     PACK_AXIS,
     TOKEN_AXIS,
     attention_layout,
@@ -66,7 +67,7 @@ def test_packed_pages(dtype: str, num_kv_heads: int, rows: tuple[int, int], head
     (kv,) = layout.arrays
     assert (layout.kind, kv.name) == ("packed", "kv")
     assert kv.shape(5) == (5, 8, rows[0] * pieces, rows[1], 128)
-    assert kv.axes == (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
+    assert kv.axes == (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, LANE_AXIS)
     assert layout.page_bytes == math.prod((8, *rows, 128 * pieces)) * BYTES[dtype]
     assert rows[1] * dtype_bits(dtype) == 32
     assert 2 * num_kv_heads <= math.prod(rows) < 2 * num_kv_heads + rows[1]
@@ -80,7 +81,7 @@ def test_two_tokens_share_the_words_of_one_head(dtype: str, num_kv_heads: int, n
     layout = attention_layout(**sizes, dtype=dtype, num_shards=num_shards)
     (kv,) = layout.arrays
     assert kv.shape(5) == (5, 8, num_kv_heads, 4, 128)
-    assert kv.axes == (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
+    assert kv.axes == (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, LANE_AXIS)
     assert (layout.kind, layout.page_size, layout.tokens_per_row) == ("packed", 16, 2)
     assert layout.page_bytes == 16 * 256 * num_kv_heads
     assert 2 * layout.page_bytes == attention_layout(**sizes, dtype="bfloat16", num_shards=num_shards).page_bytes
@@ -158,8 +159,8 @@ def test_importing_loads_neither_jax_nor_numpy() -> None:
     [
         ("cpu", "bfloat16", (16, 576)),
         ("gpu", "float8_e4m3fn", (16, 576)),
-        ("tpu", "bfloat16", (8, 2, 640)),
-        ("tpu", "float8_e4m3fn", (4, 4, 640)),
+        ("tpu", "bfloat16", (8, 5, 2, 128)),
+        ("tpu", "float8_e4m3fn", (4, 5, 4, 128)),
     ],
 )
 def test_latent_pages(platform: str, dtype: str, shape: tuple[int, ...]) -> None:

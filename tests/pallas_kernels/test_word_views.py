@@ -42,28 +42,18 @@ def test_the_model_is_what_a_word_is(dtype: str) -> None:
 
 @pytest.mark.skipif(not hasattr(pltpu, "bitcast"), reason="jax has no pltpu.bitcast")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lanes", [128, 384])
-def test_words_of_rows(dtype: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows from any on, a part of their lanes, as numbers in order; and stored where they came from."""
-    x = numbers(1, (2, 3, 6, packing_of(jnp.dtype(dtype)), lanes), dtype)
+def test_rows_of_words(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of entries from any on, as numbers in order; and all rows stored where they came from."""
+    x = numbers(1, (2, 3, 6, 5, packing_of(jnp.dtype(dtype)), 128), dtype)
     compile_path(monkeypatch)
-    for first, count, width in ((0, 6, lanes), (2, 3, 128)):
-        words = mosaic.load_words(WordRef.of(x), (1, 2), first=first, count=count, lanes=width)
-        same(mosaic.elements(words, x.dtype), x[1, 2, first : first + count, :, :width].reshape(-1, width))
-    same(mosaic.joined(mosaic.elements(whole := mosaic.load_words(WordRef.of(x), (1, 2)), x.dtype)), np.asarray(whole))
+    for first, count, row in ((0, 6, 0), (2, 3, 4)):
+        words = mosaic.load_row(WordRef.of(x), (1, 2), first, count, row)
+        same(mosaic.elements(words, x.dtype), x[1, 2, first : first + count, row].reshape(-1, 128))
+        same(mosaic.joined(mosaic.elements(words, x.dtype)), np.asarray(words))
     target = WordRef.of(np.zeros_like(x[0, 0]))
-    whole = mosaic.load_words(WordRef.of(x), (1, 2))
-    mosaic.store_words(target, whole)
+    for row in range(5):
+        mosaic.store_row(target, row, mosaic.load_row(WordRef.of(x), (1, 2), 0, 6, row))
     same(target.values, x[1, 2])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32"])
-def test_words_of_one_piece_of_lanes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 lanes of rows of words, numbers of a word from its lowest bits on."""
-    x = numbers(2, (2, 10, packing_of(jnp.dtype(dtype)), 256), dtype)
-    compile_path(monkeypatch)
-    words = mosaic.load_piece(WordRef.of(x), (1,), 3, 4, 1)
-    same(words, to_words(np.ascontiguousarray(x[1, 3:7, :, 128:]))[:, 0])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What pages hold, whatever their layout: entries out of pages that kv_write filled, and packed again."""
+"""What pages hold, whatever their layout: entries out of pages that the writers filled, and packed again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from kvjax.transfer.entries import pack_entries, unpack_pages
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.layouts import attention_layout
+from pallas_kernels.latent_write import latent_write
+from pallas_kernels.layouts import attention_layout, latent_layout
 
 PAGES, PAGE_SIZE = 3, 6
 
@@ -28,3 +29,19 @@ def test_entries_are_what_was_written(heads: int, dtype: str, dim: int) -> None:
         np.testing.assert_array_equal(entry[PAGE_SIZE:].astype(jnp.float32), given)
     packed = pack_entries(layout, (array.page_shape,), entries)
     np.testing.assert_array_equal(packed[0].view(jnp.uint8), pages[0].view(jnp.uint8))
+
+
+@pytest.mark.parametrize("dim", [8, 200])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_latents_are_what_was_written(dtype: str, dim: int, platform: str) -> None:
+    """In the order of the states, the last words of a page not full; packing takes it back."""
+    layout = latent_layout(head_dim=dim, page_size=PAGE_SIZE, dtype=dtype, platform=platform)
+    (array,) = layout.arrays
+    rng, slots = np.random.default_rng(0), np.arange(PAGE_SIZE, PAGES * PAGE_SIZE, dtype=np.int32)
+    new = jnp.asarray(rng.integers(-100, 101, (slots.size, dim)), jnp.float32)
+    pages = (jnp.zeros(array.shape(PAGES), dtype),)
+    pages = latent_write(new, pages, jnp.asarray(slots), page_size=PAGE_SIZE, backend="reference")
+    (entries,) = unpack_pages(layout, ((dim,),), pages)
+    np.testing.assert_array_equal(entries[PAGE_SIZE:].astype(jnp.float32), new)
+    np.testing.assert_array_equal(pack_entries(layout, (array.page_shape,), (entries,))[0], pages[0])

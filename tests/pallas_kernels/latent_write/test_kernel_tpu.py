@@ -39,7 +39,7 @@ def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(word_rows, "copy_all", still_reading)
     jax.clear_caches()
-    arguments = (jnp.ones((8, 24), jnp.bfloat16), (jnp.zeros((3, 2, 2, 128), jnp.bfloat16),))
+    arguments = (jnp.ones((8, 24), jnp.bfloat16), (jnp.zeros((3, 2, 1, 2, 128), jnp.bfloat16),))
     slots = jnp.array([-1, 5, *[-1] * 6], jnp.int32)
     run = compile_on_tpu(functools.partial(latent_write, backend="tpu"), *arguments, slots)
     with pytest.raises(RaceError, match=r"race|RACE"):

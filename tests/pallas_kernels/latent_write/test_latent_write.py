@@ -58,6 +58,6 @@ def test_on_gpu_xla_does_it() -> None:
     """No kernel is needed for plain pages; packed ones are TPU's."""
     (got,), (want,) = (latent_write(**GOOD, backend=backend) for backend in ("gpu", "reference"))
     np.testing.assert_array_equal(got, want)
-    packed = (jnp.zeros((NUM_PAGES, 2, 2, 128), jnp.bfloat16),)
+    packed = (jnp.zeros((NUM_PAGES, 2, 1, 2, 128), jnp.bfloat16),)
     with pytest.raises(NotImplementedError, match=r"latent_write: GPU kernels write latent pages .*, got packed ones"):
         latent_write(**{**GOOD, "pages": packed}, backend="gpu")

@@ -102,7 +102,7 @@ def test_nan_stays_in_its_sequence(run_short) -> None:  # type: ignore[no-untype
     for row in (0, 2):
         page = case.page.copy()
         last = int(case.seq_lens[row]) - 1
-        page[case.block_tables[row, last // 16], last % 16 // 2, last % 2] = np.nan
+        page[case.block_tables[row, last // 16], last % 16 // 2, :, last % 2] = np.nan
         start, end = case.query_start_loc[row : row + 2]
         out = run_short(*dataclasses.replace(case, page=page).arrays)[0]
         assert np.isnan(out[end - 1].astype(np.float32)).all()
@@ -204,7 +204,7 @@ def test_the_op_writes_new_states_and_attends() -> None:
     written = dataclasses.replace(case, page=case.page.copy())
     for t in range(1, 22):
         page, offset = divmod(slots[t], 16)
-        row = written.page[page, offset // 2, offset % 2]
+        row = written.page[page, offset // 2, 0, offset % 2]
         row[:24], row[24:] = np.concatenate([latent[t], key[t]]), 0
     np.testing.assert_array_equal(pages[0].view(np.uint8), written.page.view(np.uint8))
     assert_right((out, lse), written, Options())

@@ -16,7 +16,7 @@ def ints(*values: int) -> jax.Array:
 
 
 PAGES = (jnp.zeros((5, 4, 24)),)
-PACKED = (jnp.zeros((5, 1, 4, 128), jnp.int8),)
+PACKED = (jnp.zeros((5, 1, 1, 4, 128), jnp.int8),)
 NEW_KV = (jnp.zeros((6, 16)), jnp.zeros((6, 8)))
 SLOTS = jnp.full(6, -1, jnp.int32)
 GOOD: dict[str, Any] = {
@@ -46,7 +46,7 @@ BAD = {
     "pages_dtype": ({"pages": (PAGES[0].astype("int32"),)}, "expected pages of a dtype out of .*, got int32"),
     "pages_dim": (
         {"pages": (jnp.zeros((5, 4, 32)),)},
-        r"pages\[0\] \[pages, page_size, 24\] or \[pages, rows, packing, >= 24\], got \(5, 4, 32\)",
+        r"pages\[0\] \[pages, page_size, 24\] or \[pages, rows, 1, packing, 128\], got \(5, 4, 32\)",
     ),
     "pages_rank": ({"pages": (jnp.zeros((5, 24)),)}, r"expected pages\[0\] .*, got \(5, 24\)"),
     "page_size": ({"page_size": 3}, r"expected page_size of pages in \(3, 4\], got 3"),
