@@ -12,11 +12,20 @@ from __future__ import annotations
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layouts import TPU_LANES
+from pallas_kernels.layouts import TPU_LANES, lane_pieces
 
 Array = TypeVar("Array", jax.Array, np.ndarray)
+
+
+def kv_rows(k: jax.Array, v: jax.Array, count: int) -> jax.Array:  # [n, num_kv_heads, head_dim] each
+    """[n, count, pieces * 128]: rows K0, V0, K1, V1, ... of each token, and zeros."""
+    n, num_kv_heads, head_dim = k.shape
+    rows = jnp.stack([k, v], axis=2).reshape(n, 2 * num_kv_heads, head_dim)
+    padding = [(0, 0), (0, count - 2 * num_kv_heads), (0, lane_pieces(head_dim) * TPU_LANES - head_dim)]
+    return jnp.pad(rows, padding)
 
 
 def tokens_of_pages(pages: Array, tokens: int, pieces: int) -> Array:

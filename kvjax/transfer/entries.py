@@ -12,8 +12,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import TPU_LANES, PageLayout, lane_pieces
-from pallas_kernels.packed_pages import pages_of_states, pages_of_tokens, states_of_pages, tokens_of_pages
+from pallas_kernels.layouts import PageLayout, lane_pieces
+from pallas_kernels.packed_pages import kv_rows, pages_of_states, pages_of_tokens, states_of_pages, tokens_of_pages
 
 Arrays = tuple[jax.Array, ...]
 
@@ -61,9 +61,8 @@ def pack_entries(layout: PageLayout, page_shapes: tuple[tuple[int, ...], ...], e
     (shape,) = page_shapes
     if layout.kind == "packed":
         k, v = entries
-        tokens, packing, pieces = layout.tokens_per_row, shape[2], lane_pieces(k.shape[2])
-        rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
-        rows = _padded(rows, shape[1] // pieces * packing // tokens, pieces * TPU_LANES)
+        tokens, packing, words = layout.tokens_per_row, shape[2], shape[1] // lane_pieces(k.shape[2])
+        rows = kv_rows(k, v, words * packing // tokens)
         return (pages_of_tokens(rows.reshape(-1, layout.page_size, *rows.shape[1:]), tokens, packing),)
     if layout.kind == "latent":
         (latent,) = entries
@@ -71,11 +70,6 @@ def pack_entries(layout: PageLayout, page_shapes: tuple[tuple[int, ...], ...], e
         if len(shape) == 2:
             return (states,)
         num_rows, pieces, packing, lanes = shape
-        return (pages_of_states(_padded(states, num_rows * packing, pieces * lanes), packing),)
+        padding = [(0, 0), (0, num_rows * packing - states.shape[1]), (0, pieces * lanes - states.shape[2])]
+        return (pages_of_states(jnp.pad(states, padding), packing),)
     raise NotImplementedError(f"expected pages of a known layout, got {layout.kind!r}")
-
-
-def _padded(array: jax.Array, num_rows: int, lanes: int) -> jax.Array:
-    """[n, rows, dim] as [n, num_rows, lanes], filled with zeros."""
-    rows, dim = array.shape[1:]
-    return jnp.pad(array, ((0, 0), (0, num_rows - rows), (0, lanes - dim)))

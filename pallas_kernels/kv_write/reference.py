@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import page_tokens
-from pallas_kernels.layouts import TPU_LANES, lane_pieces, tokens_per_row
-from pallas_kernels.packed_pages import pages_of_tokens
+from pallas_kernels.layouts import lane_pieces, tokens_per_row
+from pallas_kernels.packed_pages import kv_rows, pages_of_tokens
 from pallas_kernels.stored_numbers import stored
 
 
@@ -46,11 +46,9 @@ def packed_rows(
     Of tokens that share a row of words [num_tokens, rows, packing / tokens, 128], each token's part.
     """
     k, v = stored(new_k, k_scale, pages.dtype), stored(new_v, v_scale, pages.dtype)
-    num_tokens, heads, head_dim = k.shape
-    part, pieces = pages.shape[3] // tokens_per_row(heads, pages.shape[3]), lane_pieces(head_dim)
-    rows = jnp.stack([k, v], axis=2).reshape(num_tokens, 1, 2 * heads, head_dim)  # K0, V0, K1, V1, ...
-    padding = [(0, 0), (0, 0), (0, pages.shape[2] // pieces * part - 2 * heads), (0, pieces * TPU_LANES - head_dim)]
-    return pages_of_tokens(jnp.pad(rows, padding), 1, part)[:, 0]
+    rows, packing = pages.shape[2:4]
+    part, words = packing // tokens_per_row(k.shape[1], packing), rows // lane_pieces(k.shape[2])
+    return pages_of_tokens(kv_rows(k, v, words * part)[:, None], 1, part)[:, 0]
 
 
 def _with_parts_of_rows(
