@@ -10,4 +10,5 @@ if [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ]; then
 fi
 if [ -e /dev/nvidiactl ]; then extras+=("$(scripts/cuda_extra.sh)"); fi
 scripts/setup.sh "${extras[@]}"
+unset PYTHONDONTWRITEBYTECODE  # the processes that tests start compile no module again
 exec "${KVJAX_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist worksteal "$@"
