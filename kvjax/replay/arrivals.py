@@ -36,10 +36,14 @@ class Arrivals:
 
     def ended(self, job: Job, time_s: float) -> None:
         """A job has its answer, or was refused: what waited for it comes after its pause."""
-        self.num_done += 1
-        self.on_progress(1)
+        self.count(1)
         for index in self._waiting.pop(job.index, ()):
             self._at(index, time_s + self.trace[index].pause_ms / 1e3)
+
+    def count(self, num_finished: int) -> None:
+        """Requests have ended or were refused."""
+        self.num_done += num_finished
+        self.on_progress(num_finished)
 
     def _at(self, index: int, time_s: float) -> None:
         self.timeline.at(time_s, partial(self._come, index, time_s))

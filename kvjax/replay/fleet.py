@@ -10,21 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.planning import KVCachePlan
-from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.extent import ReplayExtent
-from kvjax.replay.garbage import no_garbage_collection
-from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.job import Job
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.replay import SEED_TEXT, ReplayConfig, longest_request, plan_cache
 from kvjax.replay.replica import Deployment, Replica
 from kvjax.replay.routed_replicas import RoutedReplicas
-from kvjax.replay.timeline import Timeline
+from kvjax.replay.run import Run
 from kvjax.replay.trace import TraceRequest
 from kvjax.tiers.stats import TierStats
 
@@ -57,33 +53,20 @@ def run_fleet(
             reasons or of Belady's rule.
         MemoryBudgetError: the memory does not hold the cache of the longest request, or the blocks not one token.
     """
-    if not trace or num_replicas < 1:
-        raise ValueError(f"expected requests and replicas, got {len(trace)} and {num_replicas}")
-    start = perf_counter()
-    timeline = Timeline()
-    arrivals = Arrivals(trace, timeline, on_progress)
-    deployment = deployment_of(trace, config, arrivals.ended)
+    if num_replicas < 1:
+        raise ValueError(f"expected num_replicas >= 1, got {num_replicas}")
+    run = Run(trace, config.block_size, on_progress)
+    deployment = deployment_of(trace, config, run.arrivals.ended)
     disk = deployment.shared_disk()
     side = RoutedReplicas(deployment, [Replica.create(deployment, disk) for _ in range(num_replicas)], router)
-    infinite = InfiniteCache(config.block_size)
-
-    def arrive(job: Job) -> None:
-        job.infinite_hit = infinite.lookup_and_add(job.source)
-        side.submit(job, deployment.prompts.make(str(job.index), job.source))
-
-    arrivals.begin(arrive)
-    with no_garbage_collection():
-        timeline.play(side.replicas, should_stop)
+    run.play(side.replicas, side.receive, should_stop)
     return FleetResult(
         router=router,
         config=config,
         plan=deployment.plan,
         recorders=side.recorders,
         tier_stats=side.tier_stats,
-        num_requests=len(trace),
-        num_done=arrivals.num_done,
-        virtual_seconds=side.ended_s,
-        wall_seconds=perf_counter() - start,
+        **run.extent(side.ended_s),
     )
 
 

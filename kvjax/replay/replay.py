@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd, lcm
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
@@ -24,21 +23,18 @@ from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.spec import KVCacheSpec
 from kvjax.core.watch.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
 from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
-from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.batching import BatchedReplay, BatchingConfig
 from kvjax.replay.belady import BeladyPolicy, LookAhead
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.garbage import no_garbage_collection
-from kvjax.replay.infinite_cache import InfiniteCache
-from kvjax.replay.job import Job
 from kvjax.replay.misses import MissCounts
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
+from kvjax.replay.run import Run
 from kvjax.replay.serial import replay_serial
 from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.tiers import ReplayTierConfig, ReplayTiers
-from kvjax.replay.timeline import Timeline
 from kvjax.replay.trace import TraceRequest
 from kvjax.replay.working_set import load_of
 from kvjax.tiers.stats import TierStats
@@ -131,9 +127,7 @@ def run_replay(
             f"expected eviction_policy of {', '.join(EVICTION_POLICIES)} to record calls, got 'belady': it decides by "
             "the trace, which a record of calls does not hold"
         )
-    if not trace:
-        raise ValueError("expected a trace of at least one request, got none")
-    start = perf_counter()
+    run = Run(trace, config.block_size, on_progress)
     longest = longest_request(trace, config)
     plan = plan_cache(trace, config)
     clock = VirtualClock()
@@ -155,29 +149,14 @@ def run_replay(
     prompts = PromptMaker(trace, hasher)
     if look_ahead is not None:
         recorder.on_decision, prompts.on_made = look_ahead.advance, look_ahead.learn
-    infinite = InfiniteCache(config.block_size)
-    num_done = 0
-
-    def count(num_finished: int) -> None:
-        nonlocal num_done
-        num_done += num_finished
-        on_progress(num_finished)
-
     with no_garbage_collection(), _recorded(manager, record_to) as called:
         if config.serial:
-            replay_serial(trace, called, prompts, infinite, recorder, clock, count, should_stop, tiers)
+            count = run.arrivals.count
+            replay_serial(trace, called, prompts, run.infinite, recorder, clock, count, should_stop, tiers)
         else:
-            timeline = Timeline()
-            arrivals = Arrivals(trace, timeline, count)
-            parts = (called, prompts, recorder, clock, config.speed, config.batching, arrivals.ended, tiers)
+            parts = (called, prompts, recorder, clock, config.speed, config.batching, run.arrivals.ended, tiers)
             simulation = BatchedReplay(deque(), *parts)
-
-            def arrive(job: Job) -> None:
-                job.infinite_hit = infinite.lookup_and_add(job.source)
-                simulation.arrivals.append(job)
-
-            arrivals.begin(arrive)
-            timeline.play([simulation], should_stop)
+            run.play([simulation], simulation.arrivals.append, should_stop)
     return ReplayResult(
         config=config,
         plan=plan,
@@ -185,10 +164,7 @@ def run_replay(
         residencies=tuple(collector.drain_events()),
         misses=MissCounts.of(() if reasons is None else reasons.reports),
         tier_stats=None if tiers is None else tiers.stats,
-        num_requests=len(trace),
-        num_done=num_done,
-        virtual_seconds=clock.now_s,
-        wall_seconds=perf_counter() - start,
+        **run.extent(clock.now_s),
     )
 
 

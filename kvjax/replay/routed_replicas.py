@@ -28,7 +28,7 @@ class RoutedReplicas:
             ValueError: no replica, or an unknown router.
         """
         self.replicas = tuple(replicas)
-        self._router = make_router(router)
+        self._router, self._prompts = make_router(router), of.prompts
         tiers = [replica.tiers.scheduler for replica in replicas if replica.tiers is not None]
         self._index = PrefixIndex(len(replicas), of.plan.config, of.longest, of.config.hash_block_size, tiers=tiers)
 
@@ -46,6 +46,10 @@ class RoutedReplicas:
     def ended_s(self) -> float:
         """When the last step ended."""
         return max(replica.simulation.clock.now_s for replica in self.replicas)
+
+    def receive(self, job: Job) -> None:
+        """A job comes from outside: its prompt is made, and it is submitted."""
+        self.submit(job, self._prompts.make(str(job.index), job.source))
 
     def submit(self, job: Job, request: Request) -> int:
         """Gives a job that arrives at `job.arrives_s` to the replica that the router picks; its number."""

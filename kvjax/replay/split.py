@@ -15,22 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.planning import KVCachePlan
-from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.fleet import deployment_of
-from kvjax.replay.garbage import no_garbage_collection
-from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.job import Job
 from kvjax.replay.prefilled_kv import PrefilledKV, TransferConfig
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.replay import ReplayConfig
 from kvjax.replay.replica import Deployment, Replica
 from kvjax.replay.routed_replicas import RoutedReplicas
+from kvjax.replay.run import Run
 from kvjax.replay.timeline import Timeline
 from kvjax.replay.trace import TraceRequest
 from kvjax.tiers.stats import TierStats
@@ -82,34 +79,25 @@ def run_split(
             Belady's rule.
         MemoryBudgetError: the memory does not hold the cache of the longest request, or the blocks not one token.
     """
-    if not trace:
-        raise ValueError("expected a trace of at least one request, got none")
-    start = perf_counter()
-    timeline = Timeline()
-    arrivals = Arrivals(trace, timeline, on_progress)
-    run = _SplitRun(deployment_of(trace, config, arrivals.ended), timeline, split, router)
-    arrivals.begin(run.arrive)
-    with no_garbage_collection():
-        timeline.play((*run.prefill.replicas, *run.decode.replicas), should_stop)
+    run = Run(trace, config.block_size, on_progress)
+    sides = _Sides(deployment_of(trace, config, run.arrivals.ended), run.timeline, split, router)
+    run.play((*sides.prefill.replicas, *sides.decode.replicas), sides.arrive, should_stop)
     return SplitResult(
         router=router,
         config=config,
         split=split,
-        plan=run.deployment.plan,
-        prefill=run.prefill.recorders,
-        decode=run.decode.recorders,
-        tier_stats=run.prefill.tier_stats,
-        sent_bytes=sum(one.link.num_bytes for one in run.incoming),
-        sent_tokens=sum(one.num_tokens for one in run.incoming),
-        num_transfers=sum(one.num_transfers for one in run.incoming),
-        num_requests=len(trace),
-        num_done=arrivals.num_done,
-        virtual_seconds=max(run.prefill.ended_s, run.decode.ended_s),
-        wall_seconds=perf_counter() - start,
+        plan=sides.deployment.plan,
+        prefill=sides.prefill.recorders,
+        decode=sides.decode.recorders,
+        tier_stats=sides.prefill.tier_stats,
+        sent_bytes=sum(one.link.num_bytes for one in sides.incoming),
+        sent_tokens=sum(one.num_tokens for one in sides.incoming),
+        num_transfers=sum(one.num_transfers for one in sides.incoming),
+        **run.extent(max(sides.prefill.ended_s, sides.decode.ended_s)),
     )
 
 
-class _SplitRun:
+class _Sides:
     """Both sides of one run, and the links between them."""
 
     def __init__(self, deployment: Deployment, timeline: Timeline, split: SplitConfig, router: str) -> None:
@@ -118,7 +106,6 @@ class _SplitRun:
         self.incoming: list[PrefilledKV] = []  # by decode replica
         self._split = split
         self._outgoing = [split.transfer.link() for _ in range(split.num_prefill)]
-        self._infinite = InfiniteCache(deployment.config.block_size)
         disk = deployment.shared_disk()
         prefill = [
             Replica.create(deployment, disk, on_handover=partial(self._hand_over, number))
@@ -131,10 +118,9 @@ class _SplitRun:
 
     def arrive(self, job: Job) -> None:
         """A request comes: its prompt and first token are a prefill replica's."""
-        job.infinite_hit = self._infinite.lookup_and_add(job.source)
         job.max_tokens = 1
         job.goes_on = job.source.output_length > 1
-        self.prefill.submit(job, self.deployment.prompts.make(str(job.index), job.source))
+        self.prefill.receive(job)
 
     def _receiver(self, clock: VirtualClock, manager: KVCacheManager) -> PrefilledKV:
         self.incoming.append(PrefilledKV.create(clock, self._split.transfer, manager))
