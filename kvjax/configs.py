@@ -41,9 +41,10 @@ class Deployment:
     decode_context_parallel: int | None = None
     prefill_context_parallel: int | None = None
     hybrid: bool | None = None
+    one_memory: bool | None = None
 
 
-_TYPES: dict[str, type] = {"model": str, "dtype": str, "platform": str, "hybrid": bool}
+_TYPES: dict[str, type] = {"model": str, "dtype": str, "platform": str, "hybrid": bool, "one_memory": bool}
 _MEMORY_KEY = "memory"  # in TOML: a number of bytes or a text such as "56GiB"
 
 

@@ -141,6 +141,7 @@ ROOMS = {
         "eviction",
         "options",
         "pool",
+        "slabs",
         "kinds",
         "step",
         "misses",

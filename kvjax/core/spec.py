@@ -295,6 +295,20 @@ class KVCachePoolSpec:
 
 
 @dataclass(frozen=True)
+class SlabSpec:
+    """One memory for all pools, in slabs that each hold blocks of one pool at a time; slab 0 has the null blocks."""
+
+    num_slabs: int  # slab 0 included
+    blocks_per_slab: tuple[int, ...]  # per pool
+
+    def __post_init__(self) -> None:
+        if self.num_slabs < 2:
+            raise ValueError(f"expected num_slabs >= 2 (slab 0 has the null blocks), got {self.num_slabs}")
+        if min(self.blocks_per_slab, default=0) < 1:
+            raise ValueError(f"expected blocks_per_slab >= 1 of each pool, got {self.blocks_per_slab}")
+
+
+@dataclass(frozen=True)
 class KVCacheConfig:
     """All pools and groups of a deployment. Group order is the order of block tables everywhere.
 
@@ -304,6 +318,7 @@ class KVCacheConfig:
     pools: tuple[KVCachePoolSpec, ...]
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
     shared_layers: tuple[tuple[str, str], ...] = ()  # (layer, the layer whose pages it reads)
+    slabs: SlabSpec | None = None  # None: every pool has all of its blocks to itself
     layer_index: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)  # layer -> group, column
 
     def __post_init__(self) -> None:
@@ -326,6 +341,10 @@ class KVCacheConfig:
             index[name] = owners[owner]
         object.__setattr__(self, "layer_index", index)
         self._check_columns()
+        if self.slabs is not None:
+            sizes = tuple(self.slabs.num_slabs * count for count in self.slabs.blocks_per_slab)
+            if sizes != tuple(pool.num_blocks for pool in self.pools):
+                raise ValueError(f"expected pools of {sizes} blocks to fill {self.slabs}, got {self.pools}")
 
     def _check_columns(self) -> None:
         """Groups can share the arrays of a pool only if layer i of each has the same pages, for every i."""
@@ -359,6 +378,7 @@ __all__ = [
     "KVCacheGroupSpec",
     "KVCachePoolSpec",
     "KVCacheSpec",
+    "SlabSpec",
     "StatePages",
     "WholeSequenceSpec",
     "WindowedSpec",

@@ -79,8 +79,10 @@ class _Pool:
         return groups
 
 
-def group_layers(specs: Mapping[str, KVCacheSpec], *, platform: str, hybrid: bool = True) -> list[LayerGroup]:
-    """Groups pool by pool, pools in order of their first layers.
+def group_layers(
+    specs: Mapping[str, KVCacheSpec], *, platform: str, hybrid: bool = True, group_size: int | None = None
+) -> list[LayerGroup]:
+    """Groups pool by pool, pools in order of their first layers; of at most `group_size` layers, if that is given.
 
     With `hybrid` false, windowed and chunked layers keep every token (see `promoted_layers`) and share the full
     layers' table.
@@ -94,7 +96,9 @@ def group_layers(specs: Mapping[str, KVCacheSpec], *, platform: str, hybrid: boo
     for name, spec in (specs if hybrid else promoted_layers(specs)).items():
         buckets.setdefault(spec.table_key, []).append(_Layer(name, spec, spec.page_layout(platform)))
     place = {name: place for place, name in enumerate(specs)}
-    pools = sorted(_pools(list(buckets.values())), key=lambda pool: min(place[name] for name in pool.layer_names))
+    pools = sorted(
+        _pools(list(buckets.values()), group_size), key=lambda pool: min(place[name] for name in pool.layer_names)
+    )
     return [
         LayerGroup(tuple(layer.name for layer in group), tuple(layer.spec for layer in group), pool_id)
         for pool_id, pool in enumerate(pools)
@@ -102,11 +106,11 @@ def group_layers(specs: Mapping[str, KVCacheSpec], *, platform: str, hybrid: boo
     ]
 
 
-def _pools(buckets: list[list[_Layer]]) -> list[_Pool]:
+def _pools(buckets: list[list[_Layer]], group_size: int | None) -> list[_Pool]:
     by_layout: dict[PageLayout, _Pool] = {}
     for bucket in buckets:
         if not _is_mixed(bucket):
-            by_layout.setdefault(bucket[0].layout, _Pool([])).buckets.append(bucket)
+            by_layout.setdefault(bucket[0].layout, _Pool([], group_size)).buckets.append(bucket)
     own: list[_Pool] = []
     for bucket in filter(_is_mixed, buckets):
         host = next((layout for layout, pool in by_layout.items() if _can_join(bucket, layout, pool)), None)

@@ -27,6 +27,7 @@ from kvjax.planning.load import Load
 from kvjax.planning.parallel import Parallelism
 from kvjax.planning.shape import CacheShape, GroupShape
 from kvjax.planning.sizing import PoolNeed, check_sizes, requests_that_fit, size_pools
+from kvjax.planning.slabs import SlabShape, common_columns
 from kvjax.planning.spec_rules import replicated
 from kvjax.planning.summary import GroupPlanSummary, KeptCache, PoolPlan, group_summaries, pool_plans
 
@@ -51,6 +52,7 @@ class KVCachePlan:
     max_in_flight_tokens: int
     hybrid: bool
     memory_bytes: int | None  # the budget of one device; None where `num_blocks` was given
+    slabs: SlabShape | None = None  # of the memory that all pools share; None: each pool has its own
 
     @property
     def platform(self) -> str:
@@ -70,7 +72,14 @@ class KVCachePlan:
     @property
     def used_bytes(self) -> int:
         """Bytes of all pools on one device."""
+        if self.slabs is not None:
+            return self.num_slabs * self.slabs.bytes_per_slab
         return sum(pool.total_bytes for pool in self.pools)
+
+    @property
+    def num_slabs(self) -> int:
+        """Of the memory that pools share, the null slab included; 0 where they share none."""
+        return 0 if self.config.slabs is None else self.config.slabs.num_slabs
 
     @property
     def unused_bytes(self) -> int:
@@ -91,20 +100,26 @@ class KVCachePlan:
         if not 1 <= num_tokens <= self.max_model_len:
             raise ValueError(f"expected a length in [1, {self.max_model_len}] (max_model_len), got {num_tokens}")
         needs = self.shape.needs(num_tokens, num_tokens, self.max_in_flight_tokens)
+        if self.slabs is not None:
+            return self.slabs.requests_that_fit(needs, self.num_slabs)
         return requests_that_fit(needs, [pool.num_blocks for pool in self.pools])
 
     @property
     def kept(self) -> KeptCache:
         """What the pools keep while nothing runs, of requests as in `load`."""
         needs = self.shape.needs_of(self.load, self.max_model_len, self.max_in_flight_tokens)
+        if self.slabs is not None:
+            return self.slabs.kept(needs, self.num_slabs, self.load)
         return KeptCache.of(needs, [pool.num_blocks for pool in self.pools], self.load.tokens_per_checkpoint)
 
     def balanced_for(self, load: Load) -> KVCachePlan:
-        """The plan of the same memory for another load.
+        """The plan of the same memory for another load; the same one where pools share it.
 
         Raises:
             ValueError: the numbers of blocks were given.
         """
+        if self.slabs is not None:
+            return self
         if self.memory_bytes is None:
             raise ValueError("expected a plan of memory_bytes to balance, got one of num_blocks")
         sizes = size_pools(self.shape.needs_of(load, self.max_model_len, self.max_in_flight_tokens), self.memory_bytes)
@@ -140,6 +155,7 @@ def plan_kv_cache(
     parallel: Parallelism | None = None,
     hybrid: bool = True,
     shared_layers: Mapping[str, str] | None = None,
+    one_memory: bool = False,
 ) -> KVCachePlan:
     """Plans the cache of the layers in `specs` for either a budget or given numbers of blocks.
 
@@ -157,6 +173,8 @@ def plan_kv_cache(
         hybrid: whether windowed and chunked layers release blocks; else they keep every token, in the full layers'
             table.
         shared_layers: layers without a cache of their own, each with the layer whose pages it reads.
+        one_memory: whether pools of unlike pages share `memory_bytes` in slabs, instead of a part each; where there is
+            one pool, or one of unlike layers, nothing changes.
 
     Raises:
         MemoryBudgetError: the budget or the blocks do not hold one request of `max_model_len` tokens; has the missing
@@ -171,9 +189,15 @@ def plan_kv_cache(
         parallel = Parallelism(tensor=1 if tensor_parallel is None else tensor_parallel)
     elif tensor_parallel is not None:
         raise ValueError(f"expected tensor_parallel or parallel, got both: {tensor_parallel} and {parallel}")
-    shape = CacheShape.of(specs, platform=platform or "cpu", parallel=parallel, hybrid=hybrid)
+    columns = common_columns(specs, platform or "cpu", hybrid) if one_memory and memory_bytes is not None else None
+    shape = CacheShape.of(specs, platform=platform or "cpu", parallel=parallel, hybrid=hybrid, group_size=columns)
+    slabs = SlabShape.of(shape) if columns is not None else None
     needs = shape.needs_of(load, max_model_len, max_in_flight_tokens)
-    if memory_bytes is not None:
+    slab_spec = None
+    if slabs is not None and memory_bytes is not None:
+        slab_spec = slabs.spec_of(slabs.slabs_of_budget(needs, memory_bytes))
+        sizes = [slab_spec.num_slabs * count for count in slab_spec.blocks_per_slab]
+    elif memory_bytes is not None:
         sizes = _sizes_of_budget(shape, needs, memory_bytes, max_model_len, max_in_flight_tokens)
     else:
         sizes = _given_sizes(num_blocks, shape.num_pools)
@@ -181,7 +205,7 @@ def plan_kv_cache(
     for pool_id, size in enumerate(sizes):
         _check_ids_fit(size, shape.pool_groups(pool_id), parallel.context)
     return KVCachePlan(
-        config=_config(shape, sizes, shared_layers or {}),
+        config=replace(_config(shape, sizes, shared_layers or {}), slabs=slab_spec),
         pools=pool_plans(shape, sizes, max_model_len, max_in_flight_tokens),
         groups=group_summaries(shape, max_model_len),
         shape=shape,
@@ -190,6 +214,7 @@ def plan_kv_cache(
         max_in_flight_tokens=max_in_flight_tokens,
         hybrid=hybrid,
         memory_bytes=memory_bytes,
+        slabs=slabs,
     )
 
 

@@ -13,6 +13,7 @@ from kvjax.core.spec import KVCacheSpec
 from kvjax.planning.load import Load
 from kvjax.planning.plan import KVCachePlan
 from kvjax.planning.shape import LayerPages
+from kvjax.planning.slabs import SlabShape
 from kvjax.planning.summary import SCALAR_MEMORY_BYTES, GroupPlanSummary, PoolPlan
 from kvjax.text import align_table, count_of, format_bytes
 
@@ -110,6 +111,8 @@ def format_requests(requests: float) -> str:
 def plan_words(plan: KVCachePlan) -> str:
     """Why the numbers are what they are, a paragraph per decision."""
     parts = [_budget_words(plan), *(_pool_words(plan, pool) for pool in plan.pools), _fit_words(plan)]
+    if plan.slabs is not None:
+        parts.insert(1, _slab_words(plan, plan.slabs))
     if plan.parallel.num_devices > 1:
         parts.insert(1, _parallel_words(plan))
     if plan.config.shared_layers:
@@ -124,9 +127,23 @@ def plan_words(plan: KVCachePlan) -> str:
 def _budget_words(plan: KVCachePlan) -> str:
     if plan.memory_bytes is None:
         return f"The number of blocks was given; they take {format_bytes(plan.used_bytes)} on each device."
-    block = "a block" if len(plan.pools) == 1 else "a block of the pools that grow with a request's length"
+    if plan.slabs is not None:
+        block = "a slab"
+    else:
+        block = "a block" if len(plan.pools) == 1 else "a block of the pools that grow with a request's length"
     rest = f"; the other {format_bytes(plan.unused_bytes)} are less than {block}" if plan.unused_bytes else ""
     return f"Of {format_bytes(plan.memory_bytes)} on each device the cache takes {format_bytes(plan.used_bytes)}{rest}."
+
+
+def _slab_words(plan: KVCachePlan, slabs: SlabShape) -> str:
+    """How the pools share the memory, and what whole blocks leave of it."""
+    blocks = " or ".join(f"{count:,} of pool {pool_id}" for pool_id, count in enumerate(slabs.blocks_per_slab))
+    waste = " or ".join(f"{share:.1%}" for share in slabs.waste)
+    return (
+        f"The pools share {plan.num_slabs:,} slabs of {format_bytes(slabs.bytes_per_slab)}, one of them for the null "
+        f"blocks. A slab is {blocks} blocks at a time, which leave {waste} of it; it changes hands when what it holds "
+        "is worth less than what another pool needs room for. Numbers of blocks below are those of a pool that has all."
+    )
 
 
 def _parallel_words(plan: KVCachePlan) -> str:
@@ -203,6 +220,8 @@ def _sharing_words(groups: Sequence[GroupPlanSummary]) -> str:
 def _fit_words(plan: KVCachePlan) -> str:
     blocks = " + ".join(f"{pool.request_blocks:,} blocks of pool {pool.pool_id}" for pool in plan.pools)
     usable = " and ".join(f"{pool.free_blocks:,}" for pool in plan.pools)
+    if plan.slabs is not None:
+        usable = f"{plan.num_slabs - 1:,} slabs"
     words = (
         f"A request of {plan.max_model_len:,} tokens holds {blocks}; {usable} are free for requests, "
         f"so {format_requests(plan.concurrency)} of them fit at once. Requests that share a prefix take less. The "
@@ -215,6 +234,8 @@ def _fit_words(plan: KVCachePlan) -> str:
 
 def _balance_words(plan: KVCachePlan) -> str:
     """For what load several pools are sized, what they then keep, and what the other choice would keep."""
+    if plan.slabs is not None:
+        return f"With {load_words(plan.load)}, {_kept_words(plan, plan)}."
     words = f"The pools are balanced for {load_words(plan.load)}: {_kept_words(plan, plan)}."
     other = other_balance(plan)
     if other is not None:
@@ -224,7 +245,7 @@ def _balance_words(plan: KVCachePlan) -> str:
 
 def other_balance(plan: KVCachePlan) -> KVCachePlan | None:
     """The plan for longest requests that all run, or for the usual load if this one is for those; None: no choice."""
-    if plan.memory_bytes is None or len(plan.pools) == 1:
+    if plan.memory_bytes is None or len(plan.pools) == 1 or plan.slabs is not None:
         return None
     running = Load(plan.max_model_len, max_running=None)
     return plan.balanced_for(running if plan.load.max_running else Load())
@@ -275,6 +296,7 @@ def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
         "resident_tokens": plan.resident_tokens,
         "table_bytes_per_request": plan.table_bytes_per_request,
         "shared_layers": dict(plan.config.shared_layers),
+        "slabs": None if plan.slabs is None else {"num_slabs": plan.num_slabs, **vars(plan.slabs)},
         "requests_that_fit": {str(length): plan.requests_of(length) for length in lengths},
         "pools": [
             {

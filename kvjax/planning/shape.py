@@ -72,15 +72,21 @@ class CacheShape:
 
     @classmethod
     def of(
-        cls, specs: Mapping[str, KVCacheSpec], *, platform: str, parallel: Parallelism, hybrid: bool = True
+        cls,
+        specs: Mapping[str, KVCacheSpec],
+        *,
+        platform: str,
+        parallel: Parallelism,
+        hybrid: bool = True,
+        group_size: int | None = None,
     ) -> CacheShape:
-        """The shape of the layers in `specs`.
+        """The shape of the layers in `specs`, in groups of at most `group_size` layers, if that is given.
 
         Raises:
             ValueError: there are no layers, or a layer's heads or tokens do not split over the devices.
             NotImplementedError: a kind does not work with context parallelism.
         """
-        groups = group_layers(specs, platform=platform, hybrid=hybrid)
+        groups = group_layers(specs, platform=platform, hybrid=hybrid, group_size=group_size)
         for group in groups:
             for spec in group.layer_specs:
                 parallel.check(spec)

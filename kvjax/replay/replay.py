@@ -59,6 +59,7 @@ class ReplayConfig:
     platform: str = "gpu"
     tensor_parallel: int = 1
     hybrid: bool = True
+    one_memory: bool = False  # whether pools of unlike pages share the memory, see `plan_kv_cache`
     speed: SpeedModel = field(default_factory=SpeedModel)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     residency_sample_rate: float = 0.01
@@ -224,7 +225,7 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
     if config.num_blocks is not None:
         num_blocks = config.num_blocks + 1
         longest = max(shape.longest_request_in([num_blocks] * shape.num_pools, longest, in_flight), 1)
-    elif config.memory_bytes is not None and load is None and shape.num_pools > 1:
+    elif config.memory_bytes is not None and load is None and shape.num_pools > 1 and not config.one_memory:
         load = load_of(
             trace,
             shape,
@@ -247,6 +248,7 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
         platform=config.platform,
         tensor_parallel=config.tensor_parallel,
         hybrid=config.hybrid,
+        one_memory=config.one_memory,
     )
 
 

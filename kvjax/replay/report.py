@@ -105,7 +105,10 @@ def _what(result: ReplayResult) -> str:
     if (tokens := options.retention_interval) is not None:
         every = f", and every {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
         lines.append(f"windows, chunks and states are kept where requests end or part{every}")
-    if len(result.plan.pools) > 1 and config.memory_bytes is not None:
+    if result.plan.slabs is not None:
+        slabs = f"{result.plan.num_slabs - 1:,} slabs of {format_bytes(result.plan.slabs.bytes_per_slab)}"
+        lines.append(f"pools share {slabs}: as many blocks as above where one pool has all of them")
+    elif len(result.plan.pools) > 1 and config.memory_bytes is not None:
         lines.append(f"pools are balanced for {load_words(result.plan.load)}")
     if not config.serial:
         lines.append(f"speed model: {config.speed.describe()}")

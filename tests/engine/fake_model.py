@@ -20,7 +20,7 @@ from kvjax.core import BlockHasher, KVCacheManager, MissReasons, Request
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, SlabSpec
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.engine.requests.engine_request import EngineRequest, sample_ids
 from kvjax.engine.requests.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
@@ -68,15 +68,26 @@ def expected_output_with_states(prompt: list[int], count: int) -> list[int]:
 
 
 def make_manager(
-    num_blocks: int, *, num_states: int = 0, state_block: int = 8, num_drafts: int = 0, **options: Any
+    num_blocks: int,
+    *,
+    num_states: int = 0,
+    state_block: int = 8,
+    num_drafts: int = 0,
+    in_slabs: bool = False,
+    **options: Any,
 ) -> KVCacheManager:
     """A manager of the fake model's layers."""
-    config = make_config(num_blocks, num_states, state_block, num_drafts)
+    config = make_config(num_blocks, num_states, state_block, num_drafts, in_slabs)
     return KVCacheManager(config, 256, BLOCK_SIZE, **{"max_in_flight_tokens": 64} | options)
 
 
-def make_config(num_blocks: int, num_states: int = 0, state_block: int = 8, num_drafts: int = 0) -> KVCacheConfig:
-    """Full and windowed attention in one pool; with `num_states` a recurrent layer in a pool of as many blocks."""
+def make_config(
+    num_blocks: int, num_states: int = 0, state_block: int = 8, num_drafts: int = 0, in_slabs: bool = False
+) -> KVCacheConfig:
+    """Full and windowed attention in one pool; with `num_states` a recurrent layer in a pool of as many blocks.
+
+    `in_slabs`: they share a memory, of a slab for each state.
+    """
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
     specs = (FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW))
     config = KVCacheConfig.single_pool(num_blocks, *specs)
@@ -84,7 +95,9 @@ def make_config(num_blocks: int, num_states: int = 0, state_block: int = 8, num_
         state = {"shapes": ((1,),), "dtypes": ("float32",), "mamba_cache_mode": "align"}
         state["num_speculative_blocks"] = num_drafts
         group = KVCacheGroupSpec(("layers.2",), MambaSpec(block_size=state_block, **state), pool_id=1)
-        config = KVCacheConfig((*config.pools, KVCachePoolSpec(num_states)), (*config.kv_cache_groups, group))
+        slabs = SlabSpec(num_states, (num_blocks // num_states, 1)) if in_slabs else None
+        pools = (*config.pools, KVCachePoolSpec(num_states))
+        config = KVCacheConfig(pools, (*config.kv_cache_groups, group), slabs=slabs)
     return config
 
 
@@ -181,6 +194,7 @@ class FakeEngine:
         watermark: float = 0.0,
         num_states: int = 0,
         state_block: int = 8,
+        in_slabs: bool = False,
         make_drafter: Callable[[KVCacheManager], Drafter] | None = None,
         num_drafts: int = 0,
         make_tiers: Callable[[KVCacheConfig], FakeTiers] | None = None,
@@ -190,13 +204,14 @@ class FakeEngine:
     ) -> None:
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 128, **limits}
         in_flight = sizes["max_num_batched_tokens"] * depth
-        config = make_config(num_blocks, num_states, state_block, num_drafts)
+        config = make_config(num_blocks, num_states, state_block, num_drafts, in_slabs)
         self.tiers = None if make_tiers is None else make_tiers(config)
         self.manager = make_manager(
             num_blocks,
             num_states=num_states,
             state_block=state_block,
             num_drafts=num_drafts,
+            in_slabs=in_slabs,
             tier=None if self.tiers is None else self.tiers.scheduler,
             enable_caching=enable_caching,
             max_in_flight_tokens=in_flight,
@@ -216,9 +231,10 @@ class FakeEngine:
         )
         self.loop = HostLoop(self.manager, self.scheduler, num_step_stats=1_000)
         self.hasher = BlockHasher(BLOCK_SIZE, seed="0") if enable_caching else None
-        self.device = FakeDevice(
-            np.full(num_blocks * BLOCK_SIZE, -1), np.full(num_states, -1, np.int64), np.zeros(MAX_ROWS, np.int32)
-        )
+        slots, states = np.full(num_blocks * BLOCK_SIZE, -1), np.full(num_states, -1, np.int64)
+        if in_slabs:
+            states = slots.reshape(num_states, -1)[:, 0]  # the same memory
+        self.device = FakeDevice(slots, states, np.zeros(MAX_ROWS, np.int32))
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.results: dict[str, GenerationResult] = {}

@@ -20,8 +20,10 @@ from kvjax.core import (
     SlidingWindowSpec,
 )
 from kvjax.core.spec import KVCacheSpec
+from kvjax.errors import MemoryBudgetError
 from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
 from kvjax.planning.sizing import least_bytes
+from kvjax.planning.slabs import common_columns
 
 STEP_TOKENS = 32
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
@@ -47,6 +49,10 @@ MODELS = [
 MODELS.append((KINDS[-1], KINDS[0]))
 FIRST_AND_WINDOW = SlidingWindowSpec(block_size=8, sliding_window=20, num_sink_tokens=11, **HEADS)
 MODELS += [(FIRST_AND_WINDOW,), (FIRST_AND_WINDOW, KINDS[0], KINDS[3])]
+
+
+def names_of(kinds: tuple[KVCacheSpec, ...]) -> str:
+    return "-".join(spec.kind for spec in kinds)
 
 
 def specs_of(kinds: tuple[KVCacheSpec, ...]) -> dict[str, KVCacheSpec]:
@@ -94,7 +100,7 @@ def run_together(manager: KVCacheManager, num_requests: int, length: int, rng: n
         manager.check_invariants()
 
 
-@pytest.mark.parametrize("kinds", MODELS, ids=lambda kinds: "-".join(spec.kind for spec in kinds))
+@pytest.mark.parametrize("kinds", MODELS, ids=names_of)
 @pytest.mark.parametrize("request_len", [200, 60])
 def test_as_many_requests_as_planned_run_to_their_length(kinds: tuple[KVCacheSpec, ...], request_len: int) -> None:
     plan = planned(kinds, request_len)
@@ -103,7 +109,7 @@ def test_as_many_requests_as_planned_run_to_their_length(kinds: tuple[KVCacheSpe
     run_together(manager_of(plan, kinds), num_requests, request_len, np.random.default_rng(0))
 
 
-@pytest.mark.parametrize("kinds", MODELS, ids=lambda kinds: "-".join(spec.kind for spec in kinds))
+@pytest.mark.parametrize("kinds", MODELS, ids=names_of)
 def test_the_fewest_blocks_that_are_accepted_hold_one_longest_request(kinds: tuple[KVCacheSpec, ...]) -> None:
     """And every pool needs them all: with one block less of any the plan is refused."""
     specs = specs_of(kinds)
@@ -118,3 +124,23 @@ def test_the_fewest_blocks_that_are_accepted_hold_one_longest_request(kinds: tup
         words = rf"of pool {pool_id} .*: 1 block short" if fewer[pool_id] > 1 else "expected num_blocks >= 2"
         with pytest.raises(ValueError, match=words):
             plan_kv_cache(specs, num_blocks=fewer, **arguments)
+
+
+@pytest.mark.parametrize("kinds", [k for k in MODELS if common_columns(specs_of(k), "cpu", True)], ids=names_of)
+@pytest.mark.parametrize("request_len", [200, 60])
+def test_as_many_as_planned_run_in_one_memory(kinds: tuple[KVCacheSpec, ...], request_len: int) -> None:
+    """In the fewest slabs that are accepted one longest request, in more of them as many as planned."""
+    specs = specs_of(kinds)
+    arguments: dict[str, Any] = {"max_model_len": 200, "max_in_flight_tokens": STEP_TOKENS, "one_memory": True}
+    plan = plan_kv_cache(specs, memory_bytes=1 << 30, **arguments)
+    assert plan.slabs is not None
+    needs = plan.shape.needs(200, 200, STEP_TOKENS)
+    least = plan.slabs.least_slabs(needs) * plan.slabs.bytes_per_slab
+    with pytest.raises(MemoryBudgetError, match=r"slabs of .*: 1 bytes short"):
+        plan_kv_cache(specs, memory_bytes=least - 1, **arguments)
+    smallest = manager_of(plan_kv_cache(specs, memory_bytes=least, **arguments), kinds)
+    run_together(smallest, 1, 200, np.random.default_rng(0))
+    plan = plan_kv_cache(specs, memory_bytes=3 * least, **arguments)
+    num_requests = min(int(plan.requests_of(request_len)), STEP_TOKENS)
+    assert num_requests >= 1
+    run_together(manager_of(plan, kinds), num_requests, request_len, np.random.default_rng(0))

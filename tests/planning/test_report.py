@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 
-from kvjax.core import ChunkedLocalAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec
+from kvjax.core import ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec, SinkFullAttentionSpec
 from kvjax.planning import Parallelism, plan_kv_cache
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
 from tests.planning.test_plan import GIB, full, layers, window
@@ -119,3 +119,24 @@ def test_json_round_trips() -> None:
 def test_default_lengths_end_at_the_longest() -> None:
     assert default_lengths(131_072) == [2_048, 8_192, 32_768, 131_072]
     assert default_lengths(100) == [100]
+
+
+def test_words_name_slabs_and_what_they_leave() -> None:
+    states = MambaSpec(block_size=16, shapes=((32, 128, 128),), dtypes=("float32",), mamba_cache_mode="align")
+    specs = layers((12, full(2, head_size=256)), (36, states))
+    plan = plan_kv_cache(specs, memory_bytes=40 * GIB, max_model_len=32_768, one_memory=True)
+    words = one_line(plan_words(plan))
+    assert "share 1,706 slabs of 24.00 MiB, one of them for the null blocks." in words
+    assert "A slab is 64 of pool 0 or 1 of pool 1 blocks at a time, which leave 0.0% or 0.0% of it;" in words
+    assert "1,705 slabs are free for requests" in words
+    assert "balanced" not in words
+    values = plan_json(plan, [1_024])
+    assert values["slabs"]["num_slabs"] == 1_706
+    assert values["used_bytes"] == 1_706 * 24 * 2**20
+    assert len(values["balances"]) == 1
+    assert json.loads(json.dumps(values)) == values | {
+        "slabs": values["slabs"] | {"blocks_per_slab": [64, 1], "waste": [0.0, 0.0]}
+    }
+    typed = plan_kv_cache(specs, memory_bytes=40 * GIB, max_model_len=32_768)
+    assert plan_json(typed, [1_024])["slabs"] is None
+    assert (plan.kept.tokens, plan.kept.checkpoints) == (155 * 8_192, 155)  # 8 slabs of tokens and 3 of states each

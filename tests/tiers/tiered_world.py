@@ -25,6 +25,7 @@ import numpy as np
 
 from kvjax.core import KVCacheManager, Request
 from kvjax.core.eviction.probation_policy import ProbationPolicy
+from kvjax.core.spec import SlabSpec
 from kvjax.tiers.connector import ConnectorOutput, LoadResults
 from kvjax.tiers.scheduler.rank_schedulers import RankTierSchedulers
 from kvjax.tiers.scheduler.tier_scheduler import TierScheduler
@@ -33,6 +34,7 @@ from kvjax.tiers.stores.host_store import HostStore
 from kvjax.tiers.units import LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitSizes
 from tests.core.manager.manager_lockstep import config_of
 from tests.core.manager.naive_manager import NaiveGroup
+from tests.core.manager.page_contents import Pages
 from tests.core.manager.toy_tier import HASHER
 
 Content = tuple[int, tuple[Any, ...]]  # group, salt and all tokens up to the end of the page
@@ -167,12 +169,17 @@ class TieredWorld:
         write_through: bool = False,
         drops: bool = False,
         first: TieredWorld | None = None,  # of rank 0, whose host and disk this one shares
+        blocks_per_slab: tuple[int, ...] = (),  # per pool, where they share slabs
         **options: Any,
     ) -> None:
         first = self if first is None else first
         self.first, self.groups, self.drops = first, groups, drops
         num_pools = 1 + max(group.pool for group in groups)
-        config = config_of(list(groups), [num_blocks] * num_pools)
+        sizes_of_pools, slabs = [num_blocks] * num_pools, None
+        if blocks_per_slab:
+            slabs = SlabSpec(1 + num_blocks // max(blocks_per_slab), blocks_per_slab)
+            sizes_of_pools = [slabs.num_slabs * count for count in blocks_per_slab]
+        config = config_of(list(groups), sizes_of_pools, slabs=slabs)
         sizes = tuple(1 + 2 * (group_id % 2) for group_id in range(len(groups)))  # units of one and of three bytes
         self.sizes = replace(UnitSizes.of(config), bytes_of_group=sizes)
         self.disk_share, self.fault_rate = disk_share, fault_rate
@@ -200,7 +207,7 @@ class TieredWorld:
         )
         self.manager = KVCacheManager(config, 48, 2, tier=self.tiers, **options)
         self.tiers.bind_kv_cache_manager(self.manager)
-        self.pages: dict[tuple[int, int], Content] = {}
+        self.pages: dict[tuple[int, int], Content] = Pages(slabs)
         self.running: list[Request] = []
         self.loading: dict[str, Request] = {}
         self.newest: list[str] = []  # requests whose load began in this step

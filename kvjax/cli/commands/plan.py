@@ -37,6 +37,7 @@ SETTINGS = (
     "prefill_context_parallel",
     "data_parallel",
     "hybrid",
+    "one_memory",
 )
 
 
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deployment", metavar="NAME|FILE", help=f"TOML with defaults; shipped: {', '.join(known_deployments())}"
     )
-    add_fields(parser, Deployment, *SETTINGS)
+    add_fields(parser, Deployment, *SETTINGS, one_memory=False)
     add_option(parser, "platform", shown="gpu")
     add_option(parser, "max_num_seqs", shown=USUAL_RUNNING)
     add_option(parser, "max_in_flight_tokens", shown=DEFAULT_MAX_IN_FLIGHT_TOKENS)
@@ -192,6 +193,7 @@ def _plan(model: ModelConfig, deployment: Deployment, load: Load | None) -> KVCa
         platform=deployment.platform or "gpu",
         parallel=_parallel(deployment),
         hybrid=deployment.hybrid is not False,
+        one_memory=bool(deployment.one_memory),
         shared_layers=model.shared_layers,
     )
 

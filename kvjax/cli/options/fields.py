@@ -52,6 +52,7 @@ OPTIONS = {
     "prefill_context_parallel": Option("further devices that share the tokens", type=positive_int),
     "data_parallel": Option("replicas, each with its own requests", type=positive_int),
     "hybrid": Option("windowed layers keep every token and share the full layers' table", "--no-hybrid"),
+    "one_memory": Option("kinds of layers whose pages differ in size share the memory, instead of a part each"),
     "hash_algorithm": Option("of block hashes", choices=ALGORITHMS),
     "eviction_policy": Option("which free block to use next", "--policy", choices=EVICTION_POLICIES),
     "retention_interval": Option(

@@ -33,7 +33,7 @@ from kvjax.replay.trace import cut_tails
 DEFAULT_MODEL = "llama-3-8b"
 DEFAULT_MEMORY_BYTES = 52 * 2**30  # what an H100 has left beside the weights of the default model
 DEFAULT_NUM_REQUESTS = 2_000
-CACHE = ("hash_algorithm", "platform", "tensor_parallel", "hybrid")
+CACHE = ("hash_algorithm", "platform", "tensor_parallel", "hybrid", "one_memory")
 CACHING_RULES = ("eviction_policy", "retention_interval")  # what is cached and evicted
 TIERS = (
     "host_bytes",

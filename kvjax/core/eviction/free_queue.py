@@ -119,6 +119,14 @@ class FreeKVCacheBlockQueue:
         self._head = end if num_free > num_blocks else self._tail
         return block_ids
 
+    def peek(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
+        """The blocks that `take` would return next; there are as many. Passes tombstones at the head for good."""
+        if not num_blocks:
+            return self._ring[:0].copy()
+        ids, _ = self._scan(num_blocks)
+        self._head += (self._position.item(ids[0]) - self._head) % self._ring.size
+        return ids
+
     def _check_available(self, num_blocks: int) -> None:
         if num_blocks > self.num_free_blocks:
             raise OutOfBlocksError(f"needs {num_blocks} blocks, {self.num_free_blocks} free")

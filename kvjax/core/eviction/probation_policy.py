@@ -29,8 +29,8 @@ from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.lasting_blocks import LastingBlocks, LRUOrder
 from kvjax.core.eviction.learned_order import LearnedOrder
 from kvjax.core.eviction.learned_table import LearnedClass
-from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.queues import NO_IDS, make_queues, take_in_turn
+from kvjax.core.eviction.ranked_policy import LASTING, PROBATION, RankClock, RankedPolicy
 from kvjax.core.eviction.step_flow import StepFlow
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
@@ -38,7 +38,7 @@ from kvjax.errors import InvariantError
 FEW = 2  # blocks of one queue: mostly a request has one that is not full
 
 
-class ProbationPolicy(EvictionPolicy):
+class ProbationPolicy(RankedPolicy):
     """Two `FreeKVCacheBlockQueue`s and `LastingBlocks`."""
 
     is_told_of_use: ClassVar[bool] = True
@@ -117,9 +117,16 @@ class ProbationPolicy(EvictionPolicy):
             self._probation.append_distinct(probation, are_young=True)
         if lasting.size:
             self._lasting.append_distinct(lasting, are_young=True)
+        if self.keeps_ranks:
+            self.ranks[blank] = 0
+            self._rank(probation, PROBATION)
+            self._rank(lasting, LASTING)
 
     def release_few(self, ids: Sequence[int], num_hashed: int) -> None:
         """`release` of a few blocks."""
+        if self.keeps_ranks:
+            self.release(np.array(ids, np.int64))
+            return
         self._num_free += len(ids)
         if num_hashed < len(ids):
             is_hashed = self.index.is_hashed.item
@@ -164,8 +171,33 @@ class ProbationPolicy(EvictionPolicy):
         parts = *(ids[:old] for ids, old in pairs), *(ids[old:] for ids, old in pairs)
         return np.concatenate(parts).astype(np.int32)
 
+    @property
+    def num_blank(self) -> int:
+        """Blank blocks that are not young."""
+        return self._blank.num_old
+
+    def oldest_cached(self, num_blocks: int) -> np.ndarray:  # int64[k]
+        """From the heads of probation and the lasting, up to their young ones."""
+        probation = self._probation.peek(min(num_blocks, self._probation.num_old))
+        if probation.size == num_blocks:
+            return probation
+        assert isinstance(self._lasting, LRUOrder)  # it keeps ranks
+        return np.concatenate((probation, self._lasting.peek(min(num_blocks - probation.size, self._lasting.num_old))))
+
+    def gain(self, ids: np.ndarray) -> None:
+        """To the tail of the blank ones."""
+        self._let_age()
+        self.ranks[ids] = 0
+        self._num_free += ids.size
+        self._blank.append_distinct(ids)
+
     def bulk_equivalent(self, flow: StepFlow) -> int:
-        """Rows that older blocks suffice for: what a step releases is young. Where that is not told, none may."""
+        """Rows that older blocks suffice for: what a step releases is young. Where that is not told, none may.
+
+        Which pool gives up what is decided anew for each row; only blank blocks are the pool's own for sure.
+        """
+        if self.keeps_ranks:
+            return flow.rows_within(self.num_blank)
         length = flow.rows_within(self._num_old)
         return length if self._lasting.tells_young else min(length, flow.rows_before(flow.released()[1]))
 
@@ -195,6 +227,9 @@ class ProbationPolicy(EvictionPolicy):
             self._let_age()
             self._probation.remove_distinct(free)
             self._lasting.append_distinct(free)
+        if self.keeps_ranks:
+            self._rank(lasted, LASTING)
+            self._rank(free, LASTING)
 
     def note_forgotten(self, ids: np.ndarray) -> None:
         """Free ones join the blank queue; if there are any, no block is young then."""
@@ -205,7 +240,10 @@ class ProbationPolicy(EvictionPolicy):
         self._lasting.note_forgotten(ids)
         if lasted.size or free.size:
             self._let_age()
-            self._blank.append_distinct(np.concatenate((lasted, free)))
+            blank = np.concatenate((lasted, free))
+            self._blank.append_distinct(blank)
+            if self.keeps_ranks:
+                self.ranks[blank] = 0
 
     def state(self) -> tuple[Any, ...]:
         """Lengths of the queues, the blocks on probation, and the lasting ones' state."""
@@ -269,6 +307,11 @@ class LearnedPolicy(ProbationPolicy):
         """Lasting blocks go by LRU."""
         self._learned = None
         self._set_lasting(LRUOrder(self.num_blocks))
+
+    def keep_ranks(self, clock: RankClock) -> None:
+        """Lasting blocks go by LRU, which compares over pools."""
+        self.note_checkpoints()
+        super().keep_ranks(clock)
 
     def learned(self) -> tuple[LearnedClass, ...]:
         """What is known of each class of runs; nothing under LRU."""

@@ -12,14 +12,16 @@ from operator import le
 import numpy as np
 
 from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.slabs.slab_memory import SlabMemory
 from kvjax.core.spec import NEVER
 
 
 class BlockNeeds:
     """Asks the managers of all groups. Changes nothing; a call costs about a microsecond per manager."""
 
-    def __init__(self, groups: GroupManagers) -> None:
+    def __init__(self, groups: GroupManagers, slabs: SlabMemory | None = None) -> None:
         self._groups = groups
+        self._slabs = slabs
         self._pools = groups.pools
         self._managers = tuple(zip(groups.managers, groups.pool_ids, strict=True))  # each with the number of its pool
 
@@ -65,9 +67,17 @@ class BlockNeeds:
             needs[pool_id] += manager.worst_case_blocks(num_slots)
         return needs
 
-    def fit(self, needs: Sequence[int]) -> bool:
-        """Whether every pool has the blocks free."""
-        return all(map(le, needs, [pool.num_free_blocks for pool in self._pools]))
+    def fit(self, needs: Sequence[int], hits: Sequence[np.ndarray] | None = None) -> bool:
+        """Whether every pool has the blocks free, those of `hits` among them: int32[k] per group."""
+        if self._slabs is None:
+            return all(map(le, needs, [pool.num_free_blocks for pool in self._pools]))
+        return self._slabs.fit(needs, None if hits is None else self._by_pool(hits))
+
+    def _by_pool(self, hits: Sequence[np.ndarray]) -> list[np.ndarray]:  # int64[k] per pool
+        found = [[np.empty(0, np.int64)] for _ in self._pools]
+        for (_, pool_id), ids in zip(self._managers, self._groups.by_manager(hits), strict=True):
+            found[pool_id].append(ids.ravel().astype(np.int64))
+        return [np.concatenate(parts) for parts in found]
 
 
 def sums(needs: Sequence[int], more: Sequence[int]) -> list[int]:

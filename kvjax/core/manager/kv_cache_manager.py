@@ -54,6 +54,7 @@ from kvjax.core.requests.hasher_check import HasherCheck
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.save.manager_state import SavableManager
+from kvjax.core.slabs.slab_memory import SlabMemory
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepResult, TableUpdate
 from kvjax.core.tables.token_counts import MOST_TOKENS, as_count
@@ -110,6 +111,10 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             max_model_len=self.max_model_len, hash_block_size=self.hash_block_size, options=options
         )
         self.block_pools = make_pools(kv_cache_config, settings, self._event_log, metrics_collector, tier)
+        slabs = kv_cache_config.slabs
+        if slabs is not None and options.reserve:
+            raise NotImplementedError("expected reserve=False where pools share slabs: held blocks may lie scattered")
+        self.slabs = None if slabs is None else SlabMemory(slabs, self.block_pools)
         self.groups = GroupManagers(kv_cache_config, self.block_pools, settings)
         self.empty_kv_cache_blocks = self.groups.no_blocks
         self.coordinator = get_kv_cache_coordinator(self.groups)
@@ -118,7 +123,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
 
     def _make_parts(self) -> None:
         groups, table, options = self.groups, self.request_table, self.options
-        needs = self.block_needs = BlockNeeds(groups)
+        needs = self.block_needs = BlockNeeds(groups, self.slabs)
         in_flight = groups.settings.max_in_flight_tokens
         self.reservations = Reservations(self.block_pools, in_flight) if options.reserve else None
         self.row_blocks = RowBlocks(groups, needs, table, self.reservations)
@@ -417,6 +422,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
     def _note_step_planned(self) -> None:
         for pool in self.block_pools:
             pool.eviction_policy.note_step_planned()
+        if self.slabs is not None:
+            self.slabs.note_step_planned()
 
     def take_pages_to_zero(self) -> tuple[np.ndarray, ...]:  # int32[Z] each
         """Per pool the pages to zero after the copies of the next step, since the last call; once per step.

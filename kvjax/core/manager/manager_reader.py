@@ -19,6 +19,7 @@ from kvjax.core.pool.block import KVCacheBlock
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.core.slabs.slab_memory import SlabMemory
 from kvjax.core.step.group_plans import GroupTables
 from kvjax.core.tables.given_arrays import read_only
 
@@ -27,6 +28,7 @@ class ManagerReader:
     """The reading half of `KVCacheManager`: an interface over its public attributes, without state of its own."""
 
     block_pools: tuple[BlockPool, ...]
+    slabs: SlabMemory | None
     groups: GroupManagers
     request_table: RequestTable
     row_blocks: RowBlocks
@@ -125,7 +127,7 @@ class ManagerReader:
 
     def snapshot(self) -> KVCacheManagerSnapshot:
         """The whole state as values. O(blocks + tokens)."""
-        return take_snapshot(self.groups, self.row_blocks, self.request_table, self.pins)
+        return take_snapshot(self.groups, self.row_blocks, self.request_table, self.pins, self.slabs)
 
     def check_invariants(self) -> None:
         """Checks M1 to M3 and the laws of pools, groups and request table. O(blocks + table).
@@ -136,6 +138,8 @@ class ManagerReader:
         self.request_table.check_invariants()
         for pool in self.block_pools:
             pool.check_invariants()
+        if self.slabs is not None:
+            self.slabs.check_invariants()
         owned_rows = [row for row, request in enumerate(self.request_table.requests) if request is not None]
         self.row_blocks.check_invariants(owned_rows)
         if self.reservations is not None:

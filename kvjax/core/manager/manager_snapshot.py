@@ -14,6 +14,7 @@ from kvjax.core.manager.pins import Pins
 from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.pool.block_pool_snapshot import BlockPoolSnapshot
 from kvjax.core.requests.request_table import RequestState, RequestTable
+from kvjax.core.slabs.slab_memory import SlabMemory
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,15 @@ class KVCacheManagerSnapshot:
     sharing_requests: tuple[str, ...]  # in ascending order, those that share a partly filled block since a fork
     pins: dict[int, tuple[tuple[int, ...], ...]]  # pin -> per group
     checkpoints: dict[str, tuple[int, ...]]  # request -> tokens, where `retention_interval` is given
+    slab_owners: tuple[int, ...]  # see `SlabMemory.snapshot`; () where no pools share slabs
 
 
 def take_snapshot(
-    groups: GroupManagers, row_blocks: RowBlocks, request_table: RequestTable, pins: Pins
+    groups: GroupManagers,
+    row_blocks: RowBlocks,
+    request_table: RequestTable,
+    pins: Pins,
+    slabs: SlabMemory | None,
 ) -> KVCacheManagerSnapshot:
     """The whole state as values. O(blocks + tokens)."""
     rows = {request.request_id: row for row, request in enumerate(request_table.requests) if request}
@@ -50,6 +56,7 @@ def take_snapshot(
         checkpoints={}
         if groups.retention is None
         else {name: groups.retention.lengths_of(row) for name, row in rows.items()},
+        slab_owners=() if slabs is None else slabs.snapshot(),
     )
 
 

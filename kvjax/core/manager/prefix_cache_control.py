@@ -20,12 +20,14 @@ from kvjax.core.manager.step_take_back import StepTakeBack
 from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.core.slabs.slab_memory import SlabMemory
 
 
 class PrefixCacheControl:
     """The forgetting half of `KVCacheManager`, over its attributes, without state of its own."""
 
     groups: GroupManagers
+    slabs: SlabMemory | None
     request_table: RequestTable
     _hits: PrefixHits
     _slots: SlotAllocator
@@ -120,6 +122,13 @@ class PrefixCacheControl:
                 changed.
         """
         return self._step_take_back.take_back(rows, page_copies, pages_to_zero)
+
+    def gather_slabs(self) -> bool:
+        """Where pools share slabs: frees all without a held block, whose hits are lost; whether there was any.
+
+        For a request that does not fit though it is alone: its hit, or blocks that it got, lie in too many slabs.
+        """
+        return self.slabs is not None and self.slabs.gather()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""

@@ -209,7 +209,7 @@ class SlotAllocator:
         ids = self._groups.no_ids if hit is None else hit.block_ids
         num_encoder_tokens = as_count("num_encoder_tokens", num_encoder_tokens)
         needs = self._needs.of_new(request.num_tokens, ids, num_hit_tokens, True, num_encoder_tokens)
-        return self._needs.fit(sums(needs, kept))
+        return self._needs.fit(sums(needs, kept), ids)
 
     def _whole_fits(self, request: Request, row: int, counts: SlotCounts) -> bool:
         """Releases what left the windows of a running row, and says whether the rest of its sequence fits."""
@@ -250,15 +250,17 @@ class SlotAllocator:
         if must_fit:
             whole = min(max(request.num_tokens, after), self._max_model_len)
             needs = self._needs.of_new(whole, hit.block_ids, total_computed, True, counts.encoder)
-            if not self._needs.fit(sums(needs, partial.num_held)):
+            if not self._needs.fit(sums(needs, partial.num_held), hit.block_ids):
                 return None
         needs = self._needs.of_new(num_slots, hit.block_ids, total_computed, False, counts.encoder, after)
         if partial.places:
             needs = sums(needs, partial.num_held)
-        if not self._needs.fit(sums(needs, [counts.kept_free] * len(needs)) if counts.kept_free else needs):
+        if not self._needs.fit(
+            sums(needs, [counts.kept_free] * len(needs)) if counts.kept_free else needs, hit.block_ids
+        ):
             return None
         copies = not partial.places or (
-            self._needs.fit(sums(needs, partial.num_free))
+            self._needs.fit(sums(needs, partial.num_free), hit.block_ids)
             and (self._reservations is None or self._reservations.admits(sums(reserved_blocks, partial.num_free)))
         )
         row = self._table.add(request)

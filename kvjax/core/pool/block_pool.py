@@ -14,7 +14,8 @@ request's last block first.
 
 Invariants (`check_invariants`; the tests run it after every test):
 
-    P1  a block other than null is with the policy iff its ref_count is 0; no ref_count is negative
+    P1  a block other than null is with the policy iff its ref_count is 0, or it lies in another pool's slab; no
+        ref_count is negative
     P2  the null block is never with the policy, never hashed, and its ref_count stays 0
     P3  of `PrefixIndex`, those of the policy, E1 and E2 of `PageEdits`, O1 of `OutsideRefs`
     P4  `num_cached_free_blocks` are the blocks that are free and hashed
@@ -37,6 +38,7 @@ from kvjax.core.pool.cache_tier import TierLink
 from kvjax.core.pool.outside_refs import OutsideRefs
 from kvjax.core.pool.page_edits import PageEdits
 from kvjax.core.pool.prefix_index import PrefixIndex
+from kvjax.core.pool.slab_provider import SlabProvider
 from kvjax.core.tables.small_arrays import all_ones, any_true, count_true
 from kvjax.core.watch.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
@@ -91,6 +93,8 @@ class BlockPool:
         self.origins = BlockOrigins(self.is_hashed) if track_origins else None
         self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in group_ids}
         self.num_usable_blocks = num_blocks - 1  # neither null nor taken for good
+        self.slabs: SlabProvider | None = None  # None: all blocks are the pool's own
+        self.num_elsewhere = 0  # blocks in slabs that other pools have, or nobody
         self.blocks = BlockViews(self)
         self.page_edits = PageEdits(self, zero_new_pages)
         self._ids = BlockIds(self.ref_count)
@@ -107,12 +111,12 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `get_new_blocks` can hand out, cached ones included."""
-        return self.eviction_policy.num_free
+        """Blocks that `get_new_blocks` can hand out, cached ones included; with slabs those that nobody holds here."""
+        return self.eviction_policy.num_free + self.num_elsewhere
 
     def get_num_free_blocks(self) -> int:
         """`num_free_blocks`."""
-        return self.eviction_policy.num_free
+        return self.eviction_policy.num_free + self.num_elsewhere
 
     @property
     def num_hashed_blocks(self) -> int:
@@ -157,18 +161,27 @@ class BlockPool:
 
     # -- allocating and freeing -------------------------------------------------------------------------------------
 
+    def join_slabs(self, slabs: SlabProvider, num_usable_blocks: int) -> None:
+        """From now on the pool shares a memory; all blocks are elsewhere at first."""
+        self.slabs = slabs
+        self.num_usable_blocks = self.num_elsewhere = num_usable_blocks
+
     def get_new_blocks(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
         """Takes the next blocks in eviction order with one reference each, and forgets their hashes.
 
         Raises:
             OutOfBlocksError: fewer are free. The pool is unchanged.
         """
+        if self.slabs is not None:
+            self.slabs.provide(num_blocks)
         ids = self.eviction_policy.take(num_blocks)
         if self.num_cached_free_blocks and any_true(self.is_hashed[ids]):
             hashed = self.prefix_index.hashed_of(ids)
             self.num_cached_free_blocks -= len(hashed)
             self.eviction_policy.note_evicted(hashed, self._forget_hashes(hashed))
         self.ref_count[ids] = 1
+        if self.slabs is not None:
+            self.slabs.note_held(ids)
         if self.page_edits.watches:
             self.page_edits.on_new_blocks(ids.tolist())
         if self._residency is not None:
@@ -184,11 +197,15 @@ class BlockPool:
         """
         if self._residency is not None:
             return self.get_new_blocks(1).item()
+        if self.slabs is not None:
+            self.slabs.provide(1)
         block_id = self.eviction_policy.take_one()
         if self.num_cached_free_blocks and self.is_hashed.item(block_id):
             self.num_cached_free_blocks -= 1
             self.eviction_policy.note_evicted(ids := np.array([block_id]), self._forget_hashes(ids))
         self.ref_count[block_id] = 1
+        if self.slabs is not None:
+            self.slabs.note_held(np.array([block_id]))
         if self.page_edits.watches:
             self.page_edits.on_new_blocks((block_id,))
         return block_id
@@ -210,6 +227,8 @@ class BlockPool:
         counts = self.ref_count[distinct]
         free = distinct[counts == 0]
         self.eviction_policy.remove(free)
+        if self.slabs is not None:
+            self.slabs.note_held(free)
         if self.num_cached_free_blocks:
             self.num_cached_free_blocks -= int(np.count_nonzero(self.is_hashed[free]))
         self.ref_count[distinct] = counts + repeats
@@ -252,6 +271,8 @@ class BlockPool:
                 freed.append(block_id)
                 num_hashed += is_hashed(block_id)
         self.eviction_policy.release_few(freed, num_hashed)
+        if self.slabs is not None:
+            self.slabs.note_free(np.array(freed, np.int64))
         self.num_cached_free_blocks += num_hashed
         if self.tier_link is not None:
             self.tier_link.last_used[freed] = self.tier_link.clock
@@ -281,6 +302,8 @@ class BlockPool:
         """Gives int64[n] distinct blocks without references to the policy."""
         is_hashed = self.is_hashed[ids]
         self.eviction_policy.release_known(ids, is_hashed)
+        if self.slabs is not None:
+            self.slabs.note_free(ids)
         self.num_cached_free_blocks += count_true(is_hashed)
         if self.tier_link is not None:
             self.tier_link.last_used[ids] = self.tier_link.clock
@@ -461,12 +484,14 @@ class BlockPool:
         is_free = np.isin(np.arange(self.num_blocks), self.eviction_policy.order())
         if is_free[null] or self.is_hashed[null] or self.ref_count[null] != 0:
             raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")
-        if np.count_nonzero(is_free) != self.num_free_blocks:
-            raise InvariantError(f"P1: {self.num_free_blocks} blocks counted as free, {np.count_nonzero(is_free)} are")
+        num_free = self.eviction_policy.num_free
+        if np.count_nonzero(is_free) != num_free:
+            raise InvariantError(f"P1: {num_free} blocks counted as free, {np.count_nonzero(is_free)} are")
         num_cached = int(np.count_nonzero(is_free & self.is_hashed))
         if num_cached != self.num_cached_free_blocks:
             raise InvariantError(f"P4: {self.num_cached_free_blocks} free blocks counted as cached, {num_cached} are")
-        broken = np.flatnonzero((is_free != (self.ref_count == 0)) | (self.ref_count < 0))
+        is_wrong = is_free & (self.ref_count != 0) if self.slabs is not None else is_free != (self.ref_count == 0)
+        broken = np.flatnonzero(is_wrong | (self.ref_count < 0))
         if (broken != null).any():
             block_id = broken[broken != null][0]
             raise InvariantError(

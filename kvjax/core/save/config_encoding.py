@@ -12,10 +12,10 @@ import dataclasses
 from typing import Any
 
 from kvjax.core.kinds.registry import registered_specs
-from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec, SlabSpec
 from pallas_kernels.layouts import ArrayLayout, PageLayout
 
-CONFIG_CLASSES = (KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, PageLayout, ArrayLayout)
+CONFIG_CLASSES = (KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, SlabSpec, PageLayout, ArrayLayout)
 
 
 def encode_config(value: Any) -> Any:

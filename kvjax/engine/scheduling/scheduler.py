@@ -212,6 +212,8 @@ class Scheduler:
             self._stop_running(engine_request)
             engine_request.request.num_computed_tokens = 0
             engine_request.request.num_preemptions += 1
+            if not self._rows.size:
+                self._manager.gather_slabs()
         engine_request.stats.num_preemptions += 1
         engine_request.status = RequestStatus.WAITING
         self._waiting.put_back(engine_request)
@@ -387,6 +389,8 @@ class Scheduler:
                 return
             is_first = not self._rows.size
             if not self._admission.allocate(engine_request, num_new_tokens, num_hit, blocks, is_first=is_first):
+                if is_first and num_hit and self._manager.gather_slabs():
+                    continue
                 self._admission.refuse(engine_request, self._num_steps)
                 return
             self._waiting.remove(engine_request)

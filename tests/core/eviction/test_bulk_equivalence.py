@@ -15,7 +15,7 @@ from kvjax.core.eviction import LearnedPolicy, StepFlow
 from kvjax.core.manager.step_planner import StepPlanner
 from tests.core.eviction.test_policies import POLICIES as LIVES
 from tests.core.eviction.test_policies import MostRecentlyUsed
-from tests.core.manager.manager_lockstep import SETUPS, Setup
+from tests.core.manager.manager_lockstep import IN_SLABS, SETUPS, Setup
 from tests.core.manager.test_step_planner import check_step
 
 POLICIES: dict[str, Any] = {
@@ -50,6 +50,20 @@ NUM_SEEDS = 10
 def test_a_planned_step_equals_its_calls(setup: Setup, policy: Any) -> None:
     for seed in range(NUM_SEEDS):
         check_step(setup, seed, events=seed % 4 == 0, eviction_policy=policy)
+
+
+@pytest.mark.parametrize("setup", IN_SLABS.values(), ids=IN_SLABS)
+def test_a_planned_step_equals_its_calls_in_slabs(setup: Setup) -> None:
+    for seed in range(3 * NUM_SEEDS):
+        check_step(setup, seed, events=seed % 4 == 0, eviction_policy="learned")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("setup", IN_SLABS.values(), ids=IN_SLABS)
+def test_a_planned_step_equals_its_calls_in_slabs_sweep(setup: Setup) -> None:
+    for seed in range(1_000, 4_000):
+        check_step(setup, seed, events=seed % 4 == 0, eviction_policy="learned")
 
 
 @pytest.mark.sweep

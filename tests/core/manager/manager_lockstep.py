@@ -26,6 +26,7 @@ from kvjax.core import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from kvjax.core.spec import SlabSpec
 from tests.core.manager.naive_manager import MAX_ENCODER, NaiveGroup, NaiveManager, NaiveRequest
 
 
@@ -55,13 +56,16 @@ def spec_of(group: NaiveGroup, ranks: int = 1) -> KVCacheSpec:
     return FullAttentionSpec(**size)
 
 
-def config_of(groups: list[NaiveGroup], pool_sizes: list[int], ranks: int = 1) -> KVCacheConfig:
+def config_of(
+    groups: list[NaiveGroup], pool_sizes: list[int], ranks: int = 1, slabs: SlabSpec | None = None
+) -> KVCacheConfig:
     return KVCacheConfig(
         tuple(KVCachePoolSpec(size) for size in pool_sizes),
         tuple(
             KVCacheGroupSpec((f"layers.{i}",), spec_of(group, ranks), group.pool, group.eagle)
             for i, group in enumerate(groups)
         ),
+        slabs=slabs,
     )
 
 
@@ -82,6 +86,7 @@ class Setup:
     pcp: int = 1
     retention: int | None = None
     ends: str = "all"
+    blocks_per_slab: tuple[int, ...] = ()  # per pool, where they share slabs: as many as hold the largest pool
 
     @property
     def num_pools(self) -> int:
@@ -104,8 +109,14 @@ class Setup:
             coarse_hash_mode=self.coarse_hash_mode,
             retention_ends=self.ends,
         )
+        sizes, slabs = self.with_sinks(pool_sizes), None
+        if self.blocks_per_slab:
+            counts = self.blocks_per_slab
+            slabs = SlabSpec(1 + max(-(-size // count) for size, count in zip(sizes, counts, strict=True)), counts)
+            sizes = [slabs.num_slabs * count for count in counts]
+            eviction_policy = "learned" if eviction_policy == "lru" else eviction_policy
         return KVCacheManager(
-            config_of(list(self.groups), self.with_sinks(pool_sizes), self.dcp * self.pcp),
+            config_of(list(self.groups), sizes, self.dcp * self.pcp, slabs),
             self.max_model_len,
             self.hash_block_size,
             enable_caching=self.caching,
@@ -244,6 +255,25 @@ SETUPS = {
     ),
     "hybrid_pools": Setup((NaiveGroup(2), NaiveGroup(2, window=3, pool=1), NaiveGroup(4, pool=1))),
     "hybrid_no_caching": Setup((NaiveGroup(4), NaiveGroup(2, window=5)), caching=False),
+}
+
+IN_SLABS = {  # pools that share a memory; the naive model does not know them
+    "full_mamba": Setup(
+        (NaiveGroup(2), NaiveGroup(4, mamba="align", pool=1), NaiveGroup(4, mamba="align", pool=1)),
+        blocks_per_slab=(5, 1),
+    ),
+    "full_mamba_drafts": Setup(
+        (NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(4, mamba="align", pool=1, drafts=1)),
+        blocks_per_slab=(3, 2),
+    ),
+    "full_mamba_retained": Setup(
+        (NaiveGroup(2), NaiveGroup(4, mamba="align", drafts=1, pool=1), NaiveGroup(2, window=1, pool=2)),
+        retention=8,
+        blocks_per_slab=(4, 1, 3),
+    ),
+    "deepseek_v4": Setup(SETUPS["deepseek_v4"].groups, max_model_len=64, blocks_per_slab=(1, 2, 3, 4)),
+    "full_sizes": Setup((NaiveGroup(4), NaiveGroup(6, pool=1)), max_model_len=36, blocks_per_slab=(3, 2)),
+    "one_pool": Setup(HYBRID.groups, blocks_per_slab=(4,)),
 }
 
 KINDS = (  # one of each; MLA's windows beside its full layers

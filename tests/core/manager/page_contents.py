@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax.core import KVCacheManager, Request, StepDrafts, StepPlan, build_step_plan
 from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES
+from kvjax.core.spec import SlabSpec
 
 Page = dict[int, Any]
 
@@ -29,12 +30,36 @@ class Writes:
     num_accepted: int = 0
 
 
+class Pages(dict[tuple[int, int], Any]):
+    """Pages by pool and block. Where pools share slabs, whoever writes to one overwrites what the others had there."""
+
+    def __init__(self, slabs: SlabSpec | None) -> None:
+        super().__init__()
+        self.slabs = slabs
+        self.writer: dict[int, int] = {}  # slab -> pool
+
+    def __setitem__(self, key: tuple[int, int], page: Any) -> None:
+        self.claim(*key)
+        super().__setitem__(key, page)
+
+    def claim(self, pool_id: int, block_id: int) -> None:
+        """The pool writes to a block."""
+        if self.slabs is None:
+            return
+        counts = self.slabs.blocks_per_slab
+        slab = block_id // counts[pool_id]
+        if (other := self.writer.get(slab, pool_id)) != pool_id:
+            for lost in range(slab * counts[other], (slab + 1) * counts[other]):
+                self.pop((other, lost), None)
+        self.writer[slab] = pool_id
+
+
 class PageContents:
     """The pages of one manager's pools."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
-        self.pages: dict[tuple[int, int], Page] = {}  # (pool, block)
+        self.pages = Pages(manager.kv_cache_config.slabs)
         self.num_copies = 0
         self.encoders: set[str] = set()  # requests whose encoder runs with their first step
 
@@ -126,6 +151,7 @@ class PageContents:
                     block_id = ids[position // manager.block_size]
                     if block_id:  # a window may have passed it before it was written
                         slot = (*key, tuple(tokens[: position + 1]))
+                        self.pages.claim(pool_id, block_id)
                         self.page(pool_id, block_id)[position % manager.block_size] = slot
         self.encoders.discard(request.request_id)
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.core import Request, build_step_plan
 from kvjax.errors import UnknownRequestError
-from tests.core.manager.manager_lockstep import SETUPS, Setup
+from tests.core.manager.manager_lockstep import IN_SLABS, SETUPS, Setup
 from tests.core.manager.naive_manager import NaiveGroup
 from tests.core.manager.random_loads import RandomLoads
 
@@ -21,6 +21,15 @@ INSIDE = ["full_coarse", "window", "window_1", "mla_window", "hybrid", "hybrid_p
 def test_everyone_attends_to_what_was_loaded(name: str, seed: int) -> None:
     """Loads that come early, late, or not at all; beside what was loaded no page holds what others left."""
     world = RandomLoads(SETUPS[name], seed)
+    world.run()
+    assert world.num_loaded
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", IN_SLABS)
+def test_everyone_attends_to_what_was_loaded_in_slabs(name: str, seed: int) -> None:
+    """Slabs change hands: whoever writes to one overwrites what the other kind left there."""
+    world = RandomLoads(IN_SLABS[name], seed)
     world.run()
     assert world.num_loaded
 

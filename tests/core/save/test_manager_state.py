@@ -30,7 +30,7 @@ from kvjax.core.save.state_filling import fill_graph
 from kvjax.core.save.state_graph import _Encoder, attributes_of, encode_graph
 from kvjax.core.tables.row_table import RowTable
 from kvjax.errors import UnknownRequestError
-from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
+from tests.core.manager.manager_lockstep import FULL, HYBRID, IN_SLABS, SETUPS, Lockstep, Setup
 from tests.core.manager.random_forks import RandomForks
 from tests.core.manager.random_lockstep import RandomLockstep
 
@@ -117,6 +117,11 @@ def run_forks(setup: Setup, restore_every: int) -> list[Any]:
 @pytest.mark.parametrize("name", ["full", "hybrid_sizes", "deepseek_v4", "full_mamba"])
 def test_forks_and_their_page_edits_continue_alike(name: str) -> None:
     assert run_forks(SETUPS[name], restore_every=3) == run_forks(SETUPS[name], restore_every=0)
+
+
+@pytest.mark.parametrize("name", ["full_mamba", "full_mamba_drafts", "deepseek_v4"])
+def test_slabs_continue_alike(name: str) -> None:
+    assert run_forks(IN_SLABS[name], restore_every=3) == run_forks(IN_SLABS[name], restore_every=0)
 
 
 def test_everything_of_a_request_is_restored() -> None:

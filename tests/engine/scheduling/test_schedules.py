@@ -38,6 +38,7 @@ class Kind:
     has_states: bool = False
     say: Say | None = None
     sub_block_hits: bool = False
+    in_slabs: bool = False
 
 
 ALWAYS = frozenset({"aborts", "preemptions", "hits", "copies"})
@@ -51,6 +52,10 @@ KINDS = {
     "drafts": Kind(DRAFTED, say=some_right),
     "states, wrong drafts": Kind(ALWAYS | {"rejected"}, has_states=True, say=all_wrong),
     "states, drafts": Kind(DRAFTED, has_states=True, say=some_right),
+    "states in slabs": Kind(ALWAYS | {"slabs that changed hands"}, has_states=True, in_slabs=True),
+    "states in slabs, drafts": Kind(
+        DRAFTED | {"slabs that changed hands"}, has_states=True, say=some_right, in_slabs=True
+    ),
 }
 
 
@@ -77,6 +82,9 @@ class Serving:
         if kind.has_states:
             options["state_block"] = int(self.rng.choice([4, 8]))
             options["num_states"] = int(self.rng.choice([9 + 3 * num_drafts, 200]))
+        if kind.in_slabs:
+            num_slabs = int(self.rng.choice([18 + 3 * num_drafts, 40, 100]))
+            options |= {"num_blocks": 5 * num_slabs, "num_states": num_slabs, "in_slabs": True}
         if kind.say is not None:
             how = {"say": kind.say, "on_device": bool(self.rng.integers(2)), "seed": seed}
             options["num_drafts"] = num_drafts
@@ -118,6 +126,7 @@ class Serving:
 
     def met(self) -> Counter[str]:
         """What came to be, by its name in `Kind.meets`."""
+        slabs = self.engine.manager.slabs
         steps, stats = self.engine.loop.step_stats, [one.stats for one in self.engine.requests.values()]
         return Counter(
             {
@@ -126,6 +135,7 @@ class Serving:
                 "hits": sum(step.lookups.hits for step in self.engine.steps),
                 "hits inside blocks": sum((one.num_cached_tokens or 0) % 4 > 0 for one in stats),
                 "copies": self.engine.device.num_copies,
+                "slabs that changed hands": 0 if slabs is None else slabs.num_moved,
                 "accepted": sum(step.num_accepted_tokens for step in steps),
                 "rejected": sum(step.num_draft_tokens - step.num_accepted_tokens for step in steps),
             }

@@ -39,6 +39,23 @@ def test_requests_attend_their_own_kv_alone(name: str, write_through: bool, poli
 
 
 @pytest.mark.parametrize("write_through", [False, True])
+def test_pages_are_stored_before_their_slab_changes_hands(write_through: bool) -> None:
+    num_loaded = num_moved = 0
+    for seed in range(4):
+        options = {"write_through": write_through, "blocks_per_slab": (4, 2), **POLICIES["probation"]}
+        world = TieredWorld(SETUPS["pools"], seed, host_bytes=1_200, **options)
+        for _ in range(60):
+            world.step()
+            world.check_invariants()
+        num_loaded += world.num_loaded
+        num_moved += world.manager.slabs.num_moved
+        assert world.num_failed == 0
+        world.drain()
+    assert num_loaded > 5
+    assert num_moved > 5
+
+
+@pytest.mark.parametrize("write_through", [False, True])
 @pytest.mark.parametrize("name", ["hybrid", "pools"])
 def test_a_tier_knows_what_blocks_are_worth(name: str, write_through: bool) -> None:
     num_on_probation = num_loaded = 0

@@ -1,0 +1,75 @@
+"""An order of eviction over the blocks of several pools: policies whose free blocks have ranks that compare.
+
+Flow:    EvictionPolicy.release -> [RankedPolicy.ranks] -> SlabMemory: which pool gives up a slab
+
+    rank 0                         blank: nothing is lost
+    from `PROBATION` to `LASTING`  on probation, by the time of release
+    from `LASTING` on              worth keeping, by the time of release
+
+The clock is the pools' own: it counts ranks that were given. Of what is released at once the first is the lowest.
+"""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
+from kvjax.core.eviction.policy import EvictionPolicy
+
+PROBATION = 1
+LASTING = 1 << 61
+
+
+class RankClock:
+    """Ranks that were given so far, by all policies that share the clock."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+
+class RankedPolicy(EvictionPolicy):
+    """A policy that gives ranks once `keep_ranks` was called, before any block is released."""
+
+    def __init__(self, index: HashedBlocks) -> None:
+        super().__init__(index)
+        self._clock: RankClock | None = None
+        self.ranks = np.zeros(0, np.int64)  # [num_blocks] of free blocks; of others any
+
+    def keep_ranks(self, clock: RankClock) -> None:
+        """All blocks are blank."""
+        self._clock = clock
+        self.ranks = np.zeros(self.num_blocks, np.int64)
+
+    @property
+    def keeps_ranks(self) -> bool:
+        """Whether another pool may get the blocks."""
+        return self._clock is not None
+
+    def _rank(self, ids: np.ndarray, least: int) -> None:
+        """Gives int64[n] blocks the next ranks from `least` on, in their order."""
+        assert self._clock is not None  # `keeps_ranks`
+        first = least + self._clock.now
+        self.ranks[ids] = np.arange(first, first + ids.size)
+        self._clock.now += ids.size
+
+    @property
+    @abc.abstractmethod
+    def num_blank(self) -> int:
+        """Free blocks without a hash that were not released in this step: what `take` takes first."""
+
+    @abc.abstractmethod
+    def oldest_cached(self, num_blocks: int) -> np.ndarray:  # int64[k]
+        """The next hashed blocks of the order, at most `num_blocks`; none that was released in this step."""
+
+    @abc.abstractmethod
+    def gain(self, ids: np.ndarray) -> None:
+        """Blank blocks that other pools had come last of the blank ones; none is young then."""
+
+    def lose(self, ids: np.ndarray) -> None:
+        """Free blocks, blank by now, are other pools' from now on."""
+        self.remove(ids)
+
+
+__all__ = ["LASTING", "PROBATION", "RankClock", "RankedPolicy"]

@@ -1,0 +1,26 @@
+"""What a block pool asks of a memory that it shares with other pools.
+
+Flow:    BlockPool.get_new_blocks, touch -> [SlabProvider] -> SlabMemory
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+
+class SlabProvider(Protocol):
+    """The pool's share of a `SlabMemory`."""
+
+    def provide(self, num_blocks: int) -> None:
+        """Sees to it that the pool's policy can take so many blocks, if that is possible; the caller takes them."""
+
+    def note_held(self, ids: np.ndarray) -> None:
+        """int64[n] distinct blocks that were free are held from now on."""
+
+    def note_free(self, ids: np.ndarray) -> None:
+        """int64[n] distinct blocks that were held are free from now on."""
+
+
+__all__ = ["SlabProvider"]

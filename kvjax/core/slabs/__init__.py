@@ -1,0 +1,1 @@
+"""One memory for pools of unlike pages: slabs that change hands."""

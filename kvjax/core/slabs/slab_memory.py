@@ -1,0 +1,272 @@
+"""One memory for pools of unlike pages: which pool has which slab, and what goes when a pool needs more.
+
+Flow:    BlockPool.get_new_blocks -> [SlabMemory.provide] -> blank blocks -> EvictionPolicy.take
+Source:  slabs that hold objects of one size at a time: Bonwick, "The Slab Allocator", USENIX Summer 1994
+
+A slab is `blocks_per_slab` blocks of one pool, or nobody's. Block b of a pool lies in slab `b // blocks_per_slab`, so
+ids of one pool never change their meaning; those in slabs that the pool does not have are *elsewhere*: neither free nor
+held. Slab 0 has the null block of every pool.
+
+A pool that needs blocks takes, as long as it has too few blank ones, the first of these that there is:
+
+    a slab that nobody has
+    the slab of another pool, if the youngest of its blocks is older than the pool's own oldest one
+    its own oldest blocks, as many as are older than that slab
+
+so there is one order of eviction over all pools. The pool's own blocks that were released in this step go last.
+
+What was found to fit stays so: `owed` are the blocks that pools may still take. Where few slabs are without a held
+block, a pool takes its free blocks beside held ones first, and leaves whole slabs to those that need them.
+
+Invariants (`check_invariants`):
+
+    S1  a slab is nobody's or one pool's, and slab 0 the null one: no byte is in two hands
+    S2  blocks elsewhere are neither held, hashed nor with the policy; a pool counts them
+    S3  a pool counts the held blocks of each slab
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.core.eviction.ranked_policy import RankClock, RankedPolicy
+from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.slabs.slab_pool import SlabPool
+from kvjax.core.slabs.whole_slabs import HELD, WholeSlabs
+from kvjax.core.spec import SlabSpec
+from kvjax.errors import InvariantError
+
+NOBODY, NULL = -1, -2
+AHEAD = 256  # of a pool's blocks one of so many may be blank before it is needed
+
+
+class SlabCount(NamedTuple):
+    """Slabs and blocks of one pool."""
+
+    num_whole: int  # slabs without a held block
+    num_whole_then: int  # if the hits were held
+    num_beside_held: int  # free blocks in slabs that have a held one, if the hits were held
+    num_free_hits: int  # that are not held now
+
+
+class SlabMemory:
+    """The slabs of some pools, which have none at first. Owned by one `KVCacheManager`; not thread-safe."""
+
+    def __init__(self, spec: SlabSpec, pools: Sequence[BlockPool]) -> None:
+        """
+        Args:
+            spec: of the memory.
+            pools: all of `spec.num_slabs * blocks_per_slab` blocks, all of them free and blank.
+
+        Raises:
+            ValueError: a pool is of another size, or its policy ranks no blocks.
+        """
+        self.num_slabs = spec.num_slabs
+        self.owner = np.full(spec.num_slabs, NOBODY, np.int8)
+        self.owner[0] = NULL
+        self._nobodys = list(range(spec.num_slabs - 1, 0, -1))
+        self.num_whole = len(self._nobodys)  # at most as many as have no held block
+        self.owed = [0] * len(pools)
+        self.num_moved = 0  # slabs that a pool had and lost, so far
+        clock = RankClock()
+        for pool, per_slab in zip(pools, spec.blocks_per_slab, strict=True):
+            _check_pool(pool, spec.num_slabs * per_slab)
+        self.pools = tuple(
+            SlabPool(self, number, pool, per_slab)
+            for number, (pool, per_slab) in enumerate(zip(pools, spec.blocks_per_slab, strict=True))
+        )
+        self._whole = tuple(map(WholeSlabs, self.pools))
+        for each in self.pools:
+            each.policy.keep_ranks(clock)
+            each.policy.lose(np.arange(1, each.pool.num_blocks))
+            each.pool.join_slabs(each, (spec.num_slabs - 1) * each.blocks_per_slab)
+
+    # -- whether blocks are there ------------------------------------------------------------------------------------
+
+    def fit(self, needs: Sequence[int], hits: Sequence[np.ndarray] | None = None) -> bool:
+        """Whether the pools can take so many blocks, free ones of int64[k] `hits` a pool among them; then owed to them.
+
+        Every block that is taken ends at most one whole slab. Only where that may not suffice slabs are looked at.
+        """
+        fits = sum(needs) <= self.num_whole or self._fit_exactly(needs, hits)
+        if fits:
+            self.owed = list(needs)
+        return fits
+
+    def _fit_exactly(self, needs: Sequence[int], hits: Sequence[np.ndarray] | None) -> bool:
+        counts = self._count_whole(hits)
+        num_whole = len(self._nobodys) + sum(count.num_whole_then for count in counts)
+        missing = [
+            max(need - count.num_free_hits - count.num_beside_held, 0)
+            for need, count in zip(needs, counts, strict=True)
+        ]
+        return sum(each.slabs_for(count) for each, count in zip(self.pools, missing, strict=True)) <= num_whole
+
+    def _count_whole(self, hits: Sequence[np.ndarray] | None) -> list[SlabCount]:
+        """Counts the slabs of each pool without a held block, which `num_whole` bounds from then on."""
+        counts = [self._count(each, None if hits is None else hits[each.number]) for each in self.pools]
+        self.num_whole = len(self._nobodys) + sum(count.num_whole for count in counts)
+        return counts
+
+    def _count(self, each: SlabPool, hits: np.ndarray | None) -> SlabCount:
+        """What a pool has, now and if int64[n] blocks `hits` were held."""
+        num_whole = num_whole_then = each.whole_slabs().size
+        num_free_hits = 0
+        if hits is not None and hits.size:
+            free_hits = np.unique(hits[(hits > 0) & (each.pool.ref_count[hits] == 0)])
+            num_free_hits, slabs = free_hits.size, np.unique(free_hits // each.blocks_per_slab)
+            num_whole_then -= int(np.count_nonzero(each.num_held[slabs] == 0))
+        beside_held = each.policy.num_free - num_free_hits - num_whole_then * each.blocks_per_slab
+        self._whole[each.number].look_again()
+        return SlabCount(num_whole, num_whole_then, beside_held, num_free_hits)
+
+    # -- providing blocks --------------------------------------------------------------------------------------------
+
+    def provide(self, taker: SlabPool, num_blocks: int) -> None:
+        """`SlabPool.provide`."""
+        if not self._all_have_blank_ones(taker, num_blocks):
+            if self._must_spare_slabs(taker, num_blocks):
+                self._use_blocks_beside_held(taker, num_blocks)
+            else:
+                self._make_blank(taker, num_blocks)
+        self.owed[taker.number] = max(self.owed[taker.number] - num_blocks, 0)
+        taker.num_taken += num_blocks
+
+    def note_step_planned(self) -> None:
+        """Makes blocks of each pool blank, half as many more as the last steps took, for the next one."""
+        self.owed = [0] * len(self.pools)
+        for each in self.pools:
+            if each.num_taken:
+                each.num_ahead = max(each.num_taken + each.num_taken // 2, each.num_ahead - each.num_ahead // 8)
+                each.num_taken = 0
+                self._make_blank(each, min(each.num_ahead, each.pool.num_free_blocks // AHEAD))
+
+    def _make_blank(self, taker: SlabPool, num_blocks: int) -> None:
+        """Lets the pool have so many blank blocks, as long as there are any that are not young."""
+        policy = taker.policy
+        while (missing := num_blocks - policy.num_blank) > 0:
+            if self._nobodys:
+                self._give(taker, self._nobodys.pop())
+                continue
+            own = policy.oldest_cached(max(missing, taker.blocks_per_slab))
+            own_rank = policy.ranks.item(own[0]) if own.size else HELD
+            giver, slab, rank = self._oldest_of_others(taker)
+            if giver is not None and rank < own_rank:
+                self._take_from(giver, slab)
+            elif own.size:
+                num_older = int(np.searchsorted(policy.ranks[own], rank))
+                taker.pool.evict_blocks(own[:num_older], was_reused=True)
+            else:
+                return
+
+    def _oldest_of_others(self, taker: SlabPool) -> tuple[SlabPool | None, int, int]:
+        """Who has the slab whose youngest block is oldest, the slab, and the rank of that block."""
+        found: tuple[SlabPool | None, int, int] = (None, 0, HELD)
+        for each in self.pools:
+            if each is not taker:
+                slab, rank = self._whole[each.number].oldest()
+                if rank < found[2]:
+                    found = (each, slab, rank)
+        return found
+
+    def gather(self) -> bool:
+        """Makes all slabs without held blocks nobody's, so that whole ones are not broken; whether there was any.
+
+        What they cache is lost.
+        """
+        num_nobodys = len(self._nobodys)
+        for each in self.pools:
+            for slab in each.whole_slabs().tolist():
+                self._take_from(each, slab)
+        return len(self._nobodys) > num_nobodys
+
+    # -- where whole slabs are few -----------------------------------------------------------------------------------
+
+    def _all_have_blank_ones(self, taker: SlabPool, num_blocks: int) -> bool:
+        """Whether no pool needs another's blocks for what it is owed, nor the taker for so many."""
+        owed = [*self.owed]
+        owed[taker.number] = max(owed[taker.number], num_blocks)
+        return all(count <= each.policy.num_blank for each, count in zip(self.pools, owed, strict=True))
+
+    def _must_spare_slabs(self, taker: SlabPool, num_blocks: int) -> bool:
+        """Whether taking so many blocks anywhere may leave too few whole slabs for what others are owed.
+
+        A block that is taken ends at most one whole slab.
+        """
+        others = [each for each in self.pools if each is not taker and self.owed[each.number]]
+        if not others or self.num_whole - num_blocks >= sum(each.slabs_for(self.owed[each.number]) for each in others):
+            return False
+        counts = self._count_whole(None)
+        missing = [max(self.owed[each.number] - counts[each.number].num_beside_held, 0) for each in others]
+        needed = sum(each.slabs_for(count) for each, count in zip(others, missing, strict=True))
+        return self.num_whole - num_blocks < needed
+
+    def _use_blocks_beside_held(self, taker: SlabPool, num_blocks: int) -> None:
+        """Leaves the pool its blocks beside held ones, and of the whole slabs of all pools only what else it needs."""
+        for slab in taker.whole_slabs().tolist():
+            self._take_from(taker, slab)
+        for _ in range(taker.slabs_for(max(num_blocks - taker.policy.num_free, 0))):
+            if not self._nobodys:
+                giver, slab, _ = self._oldest_of_others(taker)
+                if giver is None:
+                    return
+                self._take_from(giver, slab)
+            self._give(taker, self._nobodys.pop())
+
+    # -- hands -------------------------------------------------------------------------------------------------------
+
+    def _give(self, taker: SlabPool, slab: int) -> None:
+        """A slab that nobody has."""
+        self.owner[slab] = taker.number
+        taker.policy.gain(taker.blocks_of(slab))
+        taker.pool.num_elsewhere -= taker.blocks_per_slab
+
+    def _take_from(self, giver: SlabPool, slab: int) -> None:
+        """A slab without held blocks becomes nobody's."""
+        ids = giver.blocks_of(slab)
+        giver.pool.evict_blocks(ids, was_reused=True)
+        giver.policy.lose(ids)
+        giver.pool.num_elsewhere += giver.blocks_per_slab
+        self.owner[slab] = NOBODY
+        self.num_moved += 1
+        self._nobodys.append(slab)
+
+    # -- for people and tests ----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> tuple[int, ...]:
+        """Who has each slab: the number of a pool, -1 nobody, -2 the null slab."""
+        return tuple(self.owner.tolist())
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError if one of them is broken. O(blocks)."""
+        if sorted(self._nobodys) != (self.owner == NOBODY).nonzero()[0].tolist():
+            raise InvariantError("S1: the list of slabs that nobody has is not that of their owners")
+        if self.owner[0] != NULL or (self.owner[1:] == NULL).any() or self.owner.max() >= len(self.pools):
+            raise InvariantError(f"S1: slab 0 is not the null one, or another is: {self.snapshot()}")
+        for each in self.pools:
+            pool, is_elsewhere = each.pool, np.repeat(self.owner != each.number, each.blocks_per_slab)
+            is_elsewhere[0] = False
+            if is_elsewhere[each.blocks_per_slab :].sum() != pool.num_elsewhere:
+                raise InvariantError(f"S2: pool {each.number} counts {pool.num_elsewhere} blocks elsewhere")
+            if (pool.ref_count[is_elsewhere] != 0).any() or pool.is_hashed[is_elsewhere].any():
+                raise InvariantError(f"S2: a block of pool {each.number} is held or hashed in a slab of another pool")
+            if not np.array_equal(each.num_held, (pool.ref_count > 0).reshape(-1, each.blocks_per_slab).sum(1)):
+                raise InvariantError(f"S3: pool {each.number} counts held blocks of a slab wrongly")
+            if is_elsewhere[pool.eviction_policy.order()].any():
+                raise InvariantError(f"S2: a block of pool {each.number} is free in a slab of another pool")
+
+
+def _check_pool(pool: BlockPool, num_blocks: int) -> None:
+    if pool.num_blocks != num_blocks:
+        raise ValueError(f"expected pools of all blocks of their slabs, {num_blocks}, got one of {pool.num_blocks}")
+    if not isinstance(pool.eviction_policy, RankedPolicy):
+        raise ValueError(
+            'expected eviction_policy "learned" or "probation" for pools that share slabs, got '
+            f"{type(pool.eviction_policy).__name__}, which does not rank blocks of several pools"
+        )
+
+
+__all__ = ["SlabMemory"]

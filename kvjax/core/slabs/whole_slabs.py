@@ -1,0 +1,64 @@
+"""Which slabs of a pool have no held block, oldest first.
+
+Flow:    BlockPool + ranks of its policy -> [WholeSlabs.oldest] -> SlabMemory
+
+A slab is as old as the youngest of its blocks, and of equally old ones the first is taken first. Slabs are looked at
+all at once, and the oldest of them noted; one that changed since is passed over when its turn comes. So the order may
+miss a slab that became old since, never one that is in use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvjax.core.slabs.slab_pool import SlabPool
+
+HELD = 1 << 62  # above every rank
+NOTED = 32  # of the slabs without held blocks one of so many is noted
+
+
+class WholeSlabs:
+    """The slabs of one pool. Some 150 us for 250,000 blocks, each time that those noted are used up."""
+
+    def __init__(self, slab_pool: SlabPool) -> None:
+        self._of = slab_pool
+        self._size = slab_pool.blocks_per_slab
+        self._noted: list[tuple[int, int]] = []  # slab, rank; the oldest last
+        self._num_free_at_none = -1  # free blocks when no slab was found, so that none is looked for again
+
+    def oldest(self) -> tuple[int, int]:
+        """The oldest slab without a held block, and its rank; `HELD`: there is none."""
+        while self._noted:
+            slab, rank = self._noted[-1]
+            if self._rank_of(slab) == rank:
+                return slab, rank
+            self._noted.pop()
+        num_free = self._of.policy.num_free
+        if num_free < self._size or num_free <= self._num_free_at_none:
+            return 0, HELD
+        self._note()
+        self._num_free_at_none = -1 if self._noted else num_free
+        return self._noted[-1] if self._noted else (0, HELD)
+
+    def look_again(self) -> None:
+        """Slabs may have become whole since none was found."""
+        self._num_free_at_none = -1
+
+    def _note(self) -> None:
+        whole = self._of.whole_slabs()
+        ranks = self._of.policy.ranks.reshape(-1, self._size)[whole].max(1, initial=0)
+        count = min(max(whole.size // NOTED, 8), whole.size)
+        if count < whole.size:
+            oldest = np.argpartition(ranks, count)[:count]
+            whole, ranks = whole[oldest], ranks[oldest]
+        order = np.lexsort((whole, ranks))[::-1]
+        self._noted = list(zip(whole[order].tolist(), ranks[order].tolist(), strict=True))
+
+    def _rank_of(self, slab: int) -> int:
+        """-1: some block is held, or not the pool's."""
+        if not self._of.is_whole(slab):
+            return -1
+        return int(self._of.policy.ranks[slab * self._size : (slab + 1) * self._size].max())
+
+
+__all__ = ["HELD", "WholeSlabs"]

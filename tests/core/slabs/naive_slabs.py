@@ -1,0 +1,164 @@
+"""Pools that share slabs, in lists: what `SlabMemory` decides, by looking at everything each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf
+
+Block = tuple[int, int]  # pool, block
+
+
+@dataclass
+class NaivePool:
+    """Free blocks in order, of which the last ones may be young: released in this step."""
+
+    blocks_per_slab: int
+    blank: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    young: set[int] = field(default_factory=set)
+    num_taken: int = 0
+    num_ahead: int = 0
+
+    @property
+    def free(self) -> set[int]:
+        return {*self.blank, *self.cached}
+
+    def old(self, blocks: list[int]) -> list[int]:
+        return [block for block in blocks if block not in self.young]
+
+    def slab_of(self, block: int) -> int:
+        return block // self.blocks_per_slab
+
+    def blocks_of(self, slab: int) -> list[int]:
+        return list(range(slab * self.blocks_per_slab, (slab + 1) * self.blocks_per_slab))
+
+
+class NaiveSlabs:
+    """Blocks that are not free here are held, or their slab is not the pool's."""
+
+    def __init__(self, num_slabs: int, blocks_per_slab: list[int], ahead: int) -> None:
+        self.pools = [NaivePool(count) for count in blocks_per_slab]
+        self.ahead = ahead
+        self.owner: dict[int, int] = {}  # slab -> pool; nobody's are not in it
+        self.nobodys = list(range(num_slabs - 1, 0, -1))
+        self.ranks: dict[Block, int] = {}  # of cached free blocks
+        self.now = 0
+
+    # What callers do.
+
+    def fits(self, needs: list[int]) -> bool:
+        """Whether whole slabs can be dealt out so that every pool has enough."""
+        whole = [self.whole_slabs(p) for p in range(len(self.pools))]
+        num_whole = len(self.nobodys) + sum(map(len, whole))
+        beside = [
+            len([block for block in pool.free if pool.slab_of(block) not in slabs])
+            for pool, slabs in zip(self.pools, whole, strict=True)
+        ]
+        return any(
+            sum(dealt) <= num_whole
+            and all(
+                free + count * pool.blocks_per_slab >= need
+                for free, count, pool, need in zip(beside, dealt, self.pools, needs, strict=True)
+            )
+            for dealt in product(range(num_whole + 1), repeat=len(self.pools))
+        )
+
+    def take(self, p: int, count: int) -> list[int]:
+        pool = self.pools[p]
+        self.make_blank(p, count)
+        pool.num_taken += count
+        order = [*pool.old(pool.blank), *pool.old(pool.cached)]
+        if len(order) < count:
+            pool.young.clear()
+            order = [*order, *(b for b in [*pool.blank, *pool.cached] if b not in order)]
+        taken = order[:count]
+        self.remove(p, taken)
+        return taken
+
+    def release(self, p: int, blocks: list[int], hashed: set[int]) -> None:
+        pool = self.pools[p]
+        for block in blocks:
+            pool.young.add(block)
+            if block not in hashed:
+                pool.blank.append(block)
+        for block in blocks:
+            if block in hashed:
+                pool.cached.append(block)
+                self.ranks[p, block] = self.now
+                self.now += 1
+
+    def touch(self, p: int, blocks: list[int]) -> None:
+        self.remove(p, blocks)
+
+    def step(self) -> None:
+        for pool in self.pools:
+            pool.young.clear()
+        for p, pool in enumerate(self.pools):
+            if pool.num_taken:
+                pool.num_ahead = max(pool.num_taken + pool.num_taken // 2, pool.num_ahead - pool.num_ahead // 8)
+                pool.num_taken = 0
+                num_slabs = len(self.nobodys) + sum(owner != p for owner in self.owner.values())
+                num_free = len(pool.free) + num_slabs * pool.blocks_per_slab
+                self.make_blank(p, min(pool.num_ahead, num_free // self.ahead))
+
+    def forget(self, p: int, blocks: list[int]) -> None:
+        """Free cached blocks become blank."""
+        pool = self.pools[p]
+        found = [block for block in blocks if block in pool.cached]
+        if found:
+            pool.young.clear()
+        for block in found:
+            pool.cached.remove(block)
+            pool.blank.append(block)
+
+    # What it decides.
+
+    def make_blank(self, p: int, count: int) -> None:
+        pool = self.pools[p]
+        while (missing := count - len(pool.old(pool.blank))) > 0:
+            if self.nobodys:
+                self.give(p, self.nobodys.pop())
+                continue
+            own = pool.old(pool.cached)[: max(missing, pool.blocks_per_slab)]
+            own_rank = self.ranks[p, own[0]] if own else inf
+            others = [
+                (self.rank_of(q, slab), q, slab)
+                for q in range(len(self.pools))
+                if q != p
+                for slab in self.whole_slabs(q)
+            ]
+            rank, q, slab = min(others, default=(inf, 0, 0))
+            if rank < own_rank:
+                self.take_away(q, slab)
+            elif own:
+                self.forget(p, [block for block in own if self.ranks[p, block] < rank])
+            else:
+                return
+
+    def whole_slabs(self, p: int) -> list[int]:
+        pool = self.pools[p]
+        return [s for s, owner in self.owner.items() if owner == p and pool.free.issuperset(pool.blocks_of(s))]
+
+    def rank_of(self, p: int, slab: int) -> int:
+        """Of the youngest block; blank ones are older than all."""
+        pool = self.pools[p]
+        return max(self.ranks[p, b] if b in pool.cached else -1 for b in pool.blocks_of(slab))
+
+    def give(self, p: int, slab: int) -> None:
+        self.owner[slab] = p
+        self.pools[p].young.clear()
+        self.pools[p].blank += self.pools[p].blocks_of(slab)
+
+    def take_away(self, p: int, slab: int) -> None:
+        blocks = self.pools[p].blocks_of(slab)
+        self.forget(p, blocks)
+        self.remove(p, blocks)
+        del self.owner[slab]
+        self.nobodys.append(slab)
+
+    def remove(self, p: int, blocks: list[int]) -> None:
+        pool = self.pools[p]
+        pool.blank = [block for block in pool.blank if block not in blocks]
+        pool.cached = [block for block in pool.cached if block not in blocks]
+        pool.young -= set(blocks)

@@ -1,0 +1,203 @@
+"""Pools that share slabs: in lock step with lists, and what was found to fit fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.core.eviction import EVICTION_POLICIES
+from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.slabs import slab_memory
+from kvjax.core.slabs.slab_memory import SlabMemory
+from kvjax.core.slabs.whole_slabs import WholeSlabs
+from kvjax.core.spec import SlabSpec
+from kvjax.errors import OutOfBlocksError
+from tests.core.slabs.naive_slabs import NaiveSlabs
+
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(6, 100))]
+CALLS = 300
+AHEAD = 4
+
+
+@dataclass
+class World:
+    """Pools of blocks that requests hold, in arrays and in lists."""
+
+    num_slabs: int
+    blocks_per_slab: list[int]
+    seed: int
+    held: list[list[int]] = field(init=False)  # per pool, oldest first
+    num_hashes: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        spec = SlabSpec(self.num_slabs, tuple(self.blocks_per_slab))
+        policies = ["learned", "probation"]
+        self.pools = [
+            BlockPool(self.num_slabs * count, group_ids=(p,), eviction_policy=policies[p % 2])
+            for p, count in enumerate(self.blocks_per_slab)
+        ]
+        self.memory = SlabMemory(spec, self.pools)
+        self.naive = NaiveSlabs(self.num_slabs, self.blocks_per_slab, AHEAD)
+        self.held = [[] for _ in self.pools]
+
+    def some(self, least: int, most: int) -> int:
+        return int(self.rng.integers(least, most + 1))
+
+    def call(self) -> None:
+        p = self.some(0, len(self.pools) - 1)
+        actions = [self.take, self.take, self.take, self.free, self.free, self.touch, self.evict, self.step]
+        actions[self.some(0, len(actions) - 1)](p)
+
+    def take(self, p: int) -> None:
+        count = self.some(1, 2 * self.blocks_per_slab[p])
+        needs = [count if q == p else 0 for q in range(len(self.pools))]
+        fits = self.memory.fit(needs)
+        assert fits == self.naive.fits(needs)
+        if not fits:
+            return
+        ids = self.pools[p].get_new_blocks(count).tolist()
+        assert ids == self.naive.take(p, count)
+        self.register(p, [block for block in ids if self.rng.random() < 0.8])
+        self.held[p] += ids
+
+    def register(self, p: int, ids: list[int]) -> None:
+        hashes = [b"%d" % (self.num_hashes + i) for i in range(len(ids))]
+        self.num_hashes += len(ids)
+        self.pools[p].register_many(ids, hashes, p)  # type: ignore[arg-type]
+
+    def free(self, p: int) -> None:
+        held = self.held[p]
+        start = self.some(0, len(held))
+        ids = held[start : start + self.some(1, 20)][::-1]
+        self.held[p] = [block for block in held if block not in ids]
+        self.naive.release(p, ids, set(np.flatnonzero(self.pools[p].is_hashed).tolist()))
+        self.pools[p].free_held(np.array(ids, np.int64))
+
+    def free_some(self, p: int) -> None:
+        """Without the lists."""
+        count = self.some(0, len(self.held[p]))
+        self.pools[p].free_held(np.array(self.held[p][:count][::-1], np.int64))
+        del self.held[p][:count]
+
+    def some_hits(self, p: int) -> np.ndarray:
+        """Free hashed blocks of one pool."""
+        free = np.flatnonzero(self.pools[p].is_hashed & (self.pools[p].ref_count == 0))
+        return self.rng.permutation(free)[: self.some(0, 2 * self.blocks_per_slab[p])]
+
+    def touch(self, p: int) -> None:
+        cached = self.naive.pools[p].cached
+        if cached:
+            ids = list(dict.fromkeys(cached[self.some(0, len(cached) - 1)] for _ in range(3)))
+            self.pools[p].touch(ids)
+            self.naive.touch(p, ids)
+            self.held[p] += ids
+
+    def evict(self, p: int) -> None:
+        hashed = np.flatnonzero(self.pools[p].is_hashed)
+        ids = self.rng.permutation(hashed)[:2]
+        self.naive.forget(p, sorted(ids.tolist()))
+        self.pools[p].evict_blocks(np.sort(ids))
+
+    def step(self, p: int) -> None:
+        for pool in self.pools:
+            pool.eviction_policy.note_step_planned()
+        self.memory.note_step_planned()
+        self.naive.step()
+
+    def compare(self) -> None:
+        self.memory.check_invariants()
+        owner = self.memory.snapshot()
+        assert {slab: p for slab, p in enumerate(owner) if p >= 0} == self.naive.owner
+        for pool, naive, held in zip(self.pools, self.naive.pools, self.held, strict=True):
+            pool.check_invariants()
+            assert set(pool.eviction_policy.order().tolist()) == naive.free
+            assert np.flatnonzero(pool.ref_count).tolist() == sorted(held)
+            free_and_hashed = [b for b in pool.eviction_policy.order().tolist() if pool.is_hashed[b]]
+            assert sorted(free_and_hashed) == sorted(naive.cached)
+            assert pool.num_usable_blocks - pool.num_free_blocks == len(held)
+
+
+SHAPES = [(2, [1, 1]), (3, [4, 1]), (6, [3, 1]), (12, [5, 1]), (9, [2, 3, 7]), (24, [6, 1, 2]), (7, [8])]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_in_lock_step_with_lists(shape: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no slab is passed over that became old since slabs were noted."""
+    monkeypatch.setattr(slab_memory, "AHEAD", AHEAD)
+    oldest = WholeSlabs.oldest
+
+    def look_at_all(self: WholeSlabs) -> tuple[int, int]:
+        self._noted.clear()
+        self.look_again()
+        return oldest(self)
+
+    monkeypatch.setattr(WholeSlabs, "oldest", look_at_all)
+    world = World(*shape, seed)
+    for _ in range(CALLS):
+        world.call()
+        world.compare()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_fits_can_be_taken_in_any_order(shape: Any, seed: int) -> None:
+    """Also where slabs are noted long before they are taken, and hits become held first."""
+    num_slabs, blocks_per_slab = shape
+    world = World(num_slabs, blocks_per_slab, seed)
+    num_fitting = num_refused = 0
+    for _ in range(CALLS):
+        hits = [world.some_hits(p) for p in range(len(world.pools))]
+        new = [world.some(0, 2 * k + 1) * world.some(0, 1) for k in blocks_per_slab]
+        needs = [count + hit.size for count, hit in zip(new, hits, strict=True)]
+        if world.memory.fit(needs, hits):
+            num_fitting += 1
+            for p, hit in enumerate(hits):
+                world.pools[p].touch(hit)
+                world.held[p] += hit.tolist()
+            for p in world.rng.permutation(len(world.pools)).tolist():
+                for count in (new[p] // 2, new[p] - new[p] // 2):
+                    ids = world.pools[p].get_new_blocks(count).tolist()
+                    world.register(p, ids[: len(ids) * 2 // 3])
+                    world.held[p] += ids
+        else:
+            num_refused += 1
+            for p in range(len(world.pools)):
+                world.free_some(p)
+        if world.rng.random() < 0.3:
+            world.free_some(world.some(0, len(world.pools) - 1))
+        if world.rng.random() < 0.3:
+            world.memory.note_step_planned()
+        world.memory.check_invariants()
+        for pool in world.pools:
+            pool.check_invariants()
+    assert num_fitting
+    assert num_refused
+
+
+def test_more_than_there_is_is_refused_and_nothing_changes() -> None:
+    world = World(4, [4, 1], seed=0)
+    ids = world.pools[0].get_new_blocks(9).tolist()
+    assert not world.memory.fit([0, 1])
+    with pytest.raises(OutOfBlocksError, match="needs 1 blocks, 0 free"):
+        world.pools[1].get_new_blocks(1)
+    world.memory.check_invariants()
+    world.pools[0].free_blocks(ids)
+    assert world.memory.fit([0, 3])
+    assert not world.memory.fit([1, 3])
+
+
+@pytest.mark.parametrize("name", [name for name in EVICTION_POLICIES if name not in ("learned", "probation")])
+def test_policies_that_do_not_rank_are_refused(name: str) -> None:
+    pool = BlockPool(8, eviction_policy=name)
+    with pytest.raises(ValueError, match='expected eviction_policy "learned" or "probation"'):
+        SlabMemory(SlabSpec(4, (2,)), [pool])
+
+
+def test_pools_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected pools of all blocks of their slabs, 8, got one of 7"):
+        SlabMemory(SlabSpec(4, (2,)), [BlockPool(7, eviction_policy="learned")])
