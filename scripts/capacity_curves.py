@@ -32,7 +32,7 @@ from kvjax.replay import (
     run_fleet,
     run_split,
 )
-from kvjax.replay.fleet_report import side_values, time_values
+from kvjax.replay.reports.fleet_report import side_values, time_values
 
 MODEL, BLOCK_SIZE, ROUTER = "llama-3-8b", 512, "prefix"
 GIB = 2**30

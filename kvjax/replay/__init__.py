@@ -6,19 +6,19 @@ Flow:    read_trace | generate_workload -> [run_replay] -> ReplayResult -> resul
 """
 
 from kvjax.replay.batching import BatchingConfig
-from kvjax.replay.fleet import FleetResult, run_fleet
-from kvjax.replay.fleet_report import fleet_json, fleet_text
-from kvjax.replay.prefilled_kv import TransferConfig
+from kvjax.replay.beyond.prefilled_kv import TransferConfig
+from kvjax.replay.beyond.tiers import ReplayTierConfig
 from kvjax.replay.readers import TraceReading, read_trace
 from kvjax.replay.replay import REPLAY_POLICIES, ReplayConfig, ReplayResult, run_replay
-from kvjax.replay.report import result_json, result_text
-from kvjax.replay.served import ServedTrace
-from kvjax.replay.speed_model import SpeedModel
-from kvjax.replay.split import SplitConfig, SplitResult, run_split
-from kvjax.replay.split_report import split_json, split_text
-from kvjax.replay.tiers import ReplayTierConfig
-from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, write_trace
-from kvjax.replay.workloads import WORKLOADS, generate_workload
+from kvjax.replay.replicas.fleet import FleetResult, run_fleet
+from kvjax.replay.replicas.split import SplitConfig, SplitResult, run_split
+from kvjax.replay.reports.fleet_report import fleet_json, fleet_text
+from kvjax.replay.reports.report import result_json, result_text
+from kvjax.replay.reports.split_report import split_json, split_text
+from kvjax.replay.requests.served import ServedTrace
+from kvjax.replay.requests.trace import TRACE_BLOCK_SIZE, TraceRequest, write_trace
+from kvjax.replay.requests.workloads import WORKLOADS, generate_workload
+from kvjax.replay.virtual_time.speed_model import SpeedModel
 
 __all__ = [
     "REPLAY_POLICIES",

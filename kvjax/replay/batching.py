@@ -26,12 +26,12 @@ from kvjax.engine.requests.sampling_params import SamplingParams
 from kvjax.engine.requests.stats import RequestStats
 from kvjax.engine.scheduling.scheduled_step import ScheduledStep
 from kvjax.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from kvjax.replay.clock import VirtualClock
-from kvjax.replay.external_kv import ExternalKV
-from kvjax.replay.job import Job
-from kvjax.replay.prompts import PromptMaker
+from kvjax.replay.beyond.external_kv import ExternalKV
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.speed_model import SpeedModel
+from kvjax.replay.requests.job import Job
+from kvjax.replay.requests.prompts import PromptMaker
+from kvjax.replay.virtual_time.clock import VirtualClock
+from kvjax.replay.virtual_time.speed_model import SpeedModel
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from kvjax.core.options.release_rules import RELEASES
 from kvjax.replay.bounds import find_bounds
 from kvjax.replay.replay import ReplayConfig, plan_cache, run_replay
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 SERIAL, BATCHES, VLLM_RULES = "serial", "batches", "vLLM's rules"
 FREE_EXCHANGE, UNFORGETTING, CLAIRVOYANT = "free exchange", "unforgetting", "clairvoyant"

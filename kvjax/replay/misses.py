@@ -1,6 +1,6 @@
 """Why the prompts of a replay missed: tokens by reason, counted once for each request, when it is first admitted.
 
-Flow:    MissReasons.reports -> [MissCounts.of] -> kvjax.replay.report;   counts -> [miss_table] -> terminal
+Flow:    MissReasons.reports -> [MissCounts.of] -> kvjax.replay.reports.report;   counts -> [miss_table] -> terminal
 """
 
 from __future__ import annotations

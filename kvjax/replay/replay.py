@@ -1,6 +1,6 @@
 """One replay from its configuration to its result.
 
-Flow:    trace, ReplayConfig -> [run_replay] -> ReplayResult -> kvjax.replay.report
+Flow:    trace, ReplayConfig -> [run_replay] -> ReplayResult -> kvjax.replay.reports.report
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvjax.core.spec import KVCacheSpec
 from kvjax.core.watch.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
 from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
 from kvjax.replay.batching import BatchedReplay, BatchingConfig
-from kvjax.replay.belady import BeladyPolicy, LookAhead
-from kvjax.replay.clock import VirtualClock
+from kvjax.replay.beyond.tiers import ReplayTierConfig, ReplayTiers
+from kvjax.replay.bounds.belady import BeladyPolicy, LookAhead
 from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.garbage import no_garbage_collection
 from kvjax.replay.misses import MissCounts
-from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
+from kvjax.replay.requests.prompts import PromptMaker
+from kvjax.replay.requests.trace import TraceRequest
 from kvjax.replay.run import Run
 from kvjax.replay.serial import replay_serial
-from kvjax.replay.speed_model import SpeedModel
-from kvjax.replay.tiers import ReplayTierConfig, ReplayTiers
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.virtual_time.clock import VirtualClock
+from kvjax.replay.virtual_time.speed_model import SpeedModel
 from kvjax.replay.working_set import load_of
 from kvjax.tiers.stats import TierStats
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from kvjax.replay.arrivals import Arrivals
+from kvjax.replay.bounds.infinite_cache import InfiniteCache
 from kvjax.replay.garbage import no_garbage_collection
-from kvjax.replay.infinite_cache import InfiniteCache
-from kvjax.replay.job import Job
-from kvjax.replay.timeline import Steps, Timeline
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.arrivals import Arrivals
+from kvjax.replay.requests.job import Job
+from kvjax.replay.requests.trace import TraceRequest
+from kvjax.replay.virtual_time.timeline import Steps, Timeline
 
 
 class Run:

@@ -14,12 +14,12 @@ from time import thread_time_ns
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
-from kvjax.replay.clock import VirtualClock
-from kvjax.replay.infinite_cache import InfiniteCache
-from kvjax.replay.prompts import PromptMaker
+from kvjax.replay.beyond.tiers import ReplayTiers
+from kvjax.replay.bounds.infinite_cache import InfiniteCache
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.tiers import ReplayTiers
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.prompts import PromptMaker
+from kvjax.replay.requests.trace import TraceRequest
+from kvjax.replay.virtual_time.clock import VirtualClock
 
 
 def replay_serial(

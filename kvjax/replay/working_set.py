@@ -20,8 +20,8 @@ import numpy as np
 
 from kvjax.planning import CacheShape, Load
 from kvjax.planning.sizing import bytes_for
-from kvjax.replay.infinite_cache import InfiniteCache
-from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
+from kvjax.replay.bounds.infinite_cache import InfiniteCache
+from kvjax.replay.requests.trace import TRACE_BLOCK_SIZE, TraceRequest
 
 MOST_SPARE = 1.05  # of the tokens of a trace, in a pool that holds them all
 

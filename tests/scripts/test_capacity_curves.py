@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import capacity_curves
 
 from kvjax.replay import write_trace
-from tests.replay.test_fleet import conversations
+from tests.replay.replicas.test_fleet import conversations
 
 
 def test_tables_and_plot_are_written_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from kvjax.planning.load import USUAL_RUNNING, USUAL_TOKENS
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
 from kvjax.replay import read_trace
-from kvjax.replay.trace import cut_tails
+from kvjax.replay.requests.trace import cut_tails
 from kvjax.replay.working_set import load_of
 
 AUTO = "auto"

@@ -28,7 +28,7 @@ from kvjax.replay import (
 )
 from kvjax.replay.readers.reading import AS_IT_SAYS, DEFAULT_USERS
 from kvjax.replay.readers.values import UNITS
-from kvjax.replay.trace import cut_tails
+from kvjax.replay.requests.trace import cut_tails
 
 DEFAULT_MODEL = "llama-3-8b"
 DEFAULT_MEMORY_BYTES = 52 * 2**30  # what an H100 has left beside the weights of the default model

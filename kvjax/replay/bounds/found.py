@@ -13,7 +13,7 @@ from kvjax.replay.bounds.clairvoyant import clairvoyant
 from kvjax.replay.bounds.costs import CacheCosts
 from kvjax.replay.bounds.free_exchange import free_exchange
 from kvjax.replay.bounds.pieces import PromptTree
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 from kvjax.text import align_table, format_bytes
 
 

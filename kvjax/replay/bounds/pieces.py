@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvjax.core.kinds.retention import DEFAULT_TOKENS
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 CHECKPOINT_TOKENS = DEFAULT_TOKENS
 ROOT = -1  # the parent of first pieces

@@ -25,7 +25,7 @@ from kvjax.replay.readers.reading import TraceForm, TraceReading
 from kvjax.replay.readers.sessions import ANSWER_TOKENS_PER_S, Turn, at_once
 from kvjax.replay.readers.source import Item
 from kvjax.replay.readers.values import MAX_LENGTH, Columns
-from kvjax.replay.trace import MAX_TOKENS, TraceRequest
+from kvjax.replay.requests.trace import MAX_TOKENS, TraceRequest
 
 LONGEST_PAUSE_S = 600.0
 _ANSWERS, _THINKING = ("api", "api_time"), ("think", "think_time")

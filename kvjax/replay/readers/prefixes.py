@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.errors import TraceError
-from kvjax.replay.trace import TRACE_BLOCK_SIZE, num_ids
+from kvjax.replay.requests.trace import TRACE_BLOCK_SIZE, num_ids
 
 SIZES = (TRACE_BLOCK_SIZE, 256, 128, 64, 32, 16)  # that are tried, the first that fits is taken
 

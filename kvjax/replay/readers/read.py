@@ -17,7 +17,7 @@ from kvjax.replay.readers.requests import REQUEST_LINES
 from kvjax.replay.readers.source import Item, Line, json_objects, numbered_lines
 from kvjax.replay.readers.tables import TABLES, table_names, table_rows
 from kvjax.replay.readers.texts import CONVERSATIONS, PROMPTS
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 from kvjax.text import count_of
 
 _OBJECTS = (REQUEST_LINES, AGENTS, CONVERSATIONS, PROMPTS)

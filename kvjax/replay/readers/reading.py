@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvjax.replay.readers.source import Item
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 DEFAULT_USERS = 16
 ASSUMED_OUTPUT = 256  # tokens of an answer that a file does not tell; vLLM's bench takes as many

@@ -17,7 +17,7 @@ from kvjax.replay.readers.prefixes import FileIds, Numbering, block_size_of
 from kvjax.replay.readers.reading import ASSUMED_OUTPUT, TraceForm, TraceReading
 from kvjax.replay.readers.source import Item
 from kvjax.replay.readers.values import MAX_LENGTH, MAX_NUMBER, Columns, times_ms
-from kvjax.replay.trace import MAX_TOKENS, TRACE_BLOCK_SIZE, TraceRequest
+from kvjax.replay.requests.trace import MAX_TOKENS, TRACE_BLOCK_SIZE, TraceRequest
 from kvjax.text import count_of
 
 Names = tuple[str, str, str]  # of time, prompt tokens and output tokens

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 USER_GAP_S = 7.0  # between the beginnings of the first sessions
 SESSION_GAP_S = 5.0  # between two sessions of a user

@@ -23,7 +23,7 @@ from kvjax.replay.readers.reading import ASSUMED_OUTPUT, TextEncoder, TraceForm,
 from kvjax.replay.readers.sessions import ANSWER_TOKENS_PER_S, Turn, at_once
 from kvjax.replay.readers.source import Item
 from kvjax.replay.readers.values import MAX_LENGTH, Columns
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 BLOCK_SIZE = 16
 PAUSE_S = 30.0  # between an answer and the next turn

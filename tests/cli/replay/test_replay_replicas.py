@@ -11,7 +11,7 @@ import pytest
 from kvjax.cli.main import main
 from kvjax.replay import write_trace
 from tests.cli.interrupting import interrupting_after
-from tests.replay.test_fleet import conversations
+from tests.replay.replicas.test_fleet import conversations
 
 ARGUMENTS = ("--num-blocks", "300", "--no-progress")
 TIERS = ("--host-memory", "1GiB", "--disk-memory", "2GiB", "--shared-disk")

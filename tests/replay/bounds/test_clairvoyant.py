@@ -12,9 +12,9 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.replay import ReplayConfig, run_replay
 from kvjax.replay.bounds import CacheCosts, PromptTree, clairvoyant, free_exchange
 from kvjax.replay.bounds.clairvoyant import _Wishes
+from kvjax.replay.bounds.infinite_cache import InfiniteCache
 from kvjax.replay.bounds.pieces import ROOT
-from kvjax.replay.infinite_cache import InfiniteCache
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 from tests.replay.bounds.naive_bytes import COSTS, checkpoint_bytes, state, window
 from tests.replay.random_traces import random_trace
 

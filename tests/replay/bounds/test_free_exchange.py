@@ -6,9 +6,9 @@ import pytest
 
 from kvjax.replay import TraceRequest
 from kvjax.replay.bounds import CacheCosts, PromptTree, free_exchange
+from kvjax.replay.bounds.infinite_cache import InfiniteCache
 from kvjax.replay.bounds.pieces import CHECKPOINT_TOKENS
-from kvjax.replay.infinite_cache import InfiniteCache
-from kvjax.replay.trace import cut_tails
+from kvjax.replay.requests.trace import cut_tails
 from tests.replay.bounds.naive_bytes import COSTS, checkpoint_bytes, state
 from tests.replay.random_traces import random_trace
 

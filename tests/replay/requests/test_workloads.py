@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.replay import WORKLOADS, generate_workload, read_trace, write_trace
-from kvjax.replay.infinite_cache import InfiniteCache
+from kvjax.replay.bounds.infinite_cache import InfiniteCache
 
 
 @pytest.mark.parametrize("kind", WORKLOADS)

@@ -14,7 +14,7 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.replay import REPLAY_POLICIES, BatchingConfig, ReplayConfig, TraceRequest, run_replay
-from kvjax.replay.belady import LookAhead
+from kvjax.replay.bounds.belady import LookAhead
 from tests.replay.random_traces import random_trace
 
 

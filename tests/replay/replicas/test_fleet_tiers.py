@@ -23,10 +23,10 @@ from kvjax.replay import (
 )
 from kvjax.routing import PrefixAwareRouter, ReplicaState
 from tests.replay.random_traces import random_trace
-from tests.replay.test_fleet import conversations, hits
+from tests.replay.replicas.test_fleet import conversations, hits
 from tests.replay.test_serial import full
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 from random_calls import chunked, window
 from random_calls import full as one_full

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.replay import TraceRequest, read_trace, write_trace
-from kvjax.replay.trace import cut_tails
+from kvjax.replay.requests.trace import cut_tails
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvjax.core.requests.request import Request
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 
 @dataclass(slots=True)

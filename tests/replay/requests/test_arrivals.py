@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.replay import BatchingConfig, ReplayConfig, SplitConfig, TraceRequest, run_fleet, run_replay, run_split
-from kvjax.replay.arrivals import Arrivals
-from kvjax.replay.job import Job
+from kvjax.replay.requests.arrivals import Arrivals
+from kvjax.replay.requests.job import Job
 from tests.replay.random_traces import random_trace
 from tests.replay.test_serial import full
 

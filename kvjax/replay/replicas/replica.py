@@ -15,13 +15,13 @@ from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.watch.kv_events import KVCacheEvent
 from kvjax.planning import KVCachePlan
 from kvjax.replay.batching import BatchedReplay
-from kvjax.replay.clock import VirtualClock
-from kvjax.replay.external_kv import ExternalKV
-from kvjax.replay.job import Job
-from kvjax.replay.prompts import PromptMaker
+from kvjax.replay.beyond.external_kv import ExternalKV
+from kvjax.replay.beyond.tiers import ReplayDisk, ReplayTiers
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.replay import ReplayConfig, manager_over
-from kvjax.replay.tiers import ReplayDisk, ReplayTiers
+from kvjax.replay.requests.job import Job
+from kvjax.replay.requests.prompts import PromptMaker
+from kvjax.replay.virtual_time.clock import VirtualClock
 from kvjax.routing import ReplicaState
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvjax.replay.job import Job
-from kvjax.replay.timeline import Timeline
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.job import Job
+from kvjax.replay.requests.trace import TraceRequest
+from kvjax.replay.virtual_time.timeline import Timeline
 
 
 @dataclass

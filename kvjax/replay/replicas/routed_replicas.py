@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvjax.core.requests.request import Request
-from kvjax.replay.job import Job
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.replica import Deployment, Replica
+from kvjax.replay.replicas.replica import Deployment, Replica
+from kvjax.replay.requests.job import Job
 from kvjax.routing import PrefixIndex, make_router
 from kvjax.tiers.stats import TierStats
 

@@ -7,7 +7,7 @@ In which sense it is a bound: no choice of which free block to reuse gives more 
 group that caches whole prefixes (full attention, MLA) with the same number of blocks. There each request asks for
 blocks of one size in a known order. A block is needed no later than the blocks that stand on it. So the rule keeps
 whole prefixes (among equals the deeper block goes first), and every block that it keeps until its next use is hit.
-`tests/replay/test_belady.py` compares it with all possible choices on small traces.
+`tests/replay/bounds/test_belady.py` compares it with all possible choices on small traces.
 
 Where hits change what is asked for, it is no bound, though usually a good policy:
 
@@ -27,7 +27,7 @@ import numpy as np
 from kvjax.core.eviction import HashedBlocks, StepFlow
 from kvjax.core.eviction.priority_policy import PriorityPolicy
 from kvjax.core.hashing.block_hash import BlockHash
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 
 class LookAhead:

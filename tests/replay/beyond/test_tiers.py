@@ -29,7 +29,7 @@ from kvjax.replay.batching import BatchedReplay
 from kvjax.replay.recorder import Recorder
 from tests.replay.random_traces import random_trace
 
-MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
+MOONCAKE = Path(__file__).parents[4] / "shared" / "traces" / "mooncake_conversation.jsonl"
 
 PROBATION: dict[str, Any] = {"eviction_policy": "probation", "retention_interval": "auto"}
 

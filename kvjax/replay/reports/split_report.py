@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.replay.fleet import FleetResult
-from kvjax.replay.fleet_report import fleet_json, replica_lines, seconds, side_values, tier_values, time_values
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.report import ratio
-from kvjax.replay.split import SplitResult
+from kvjax.replay.replicas.fleet import FleetResult
+from kvjax.replay.replicas.split import SplitResult
+from kvjax.replay.reports.fleet_report import fleet_json, replica_lines, seconds, side_values, tier_values, time_values
+from kvjax.replay.reports.report import ratio
 from kvjax.text import align_table, count_of, format_bytes
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
+from kvjax.replay.requests.trace import TRACE_BLOCK_SIZE, TraceRequest
 
 
 class Arrival(Protocol):

@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.core.requests.request import Request
-from kvjax.replay.prompts import PromptMaker
+from kvjax.replay.requests.prompts import PromptMaker
 from tests.replay.random_traces import random_trace
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.planning import KVCachePlan
 from kvjax.replay.extent import ReplayExtent
-from kvjax.replay.job import Job
-from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.replay import SEED_TEXT, ReplayConfig, longest_request, plan_cache
-from kvjax.replay.replica import Deployment, Replica
-from kvjax.replay.routed_replicas import RoutedReplicas
+from kvjax.replay.replicas.replica import Deployment, Replica
+from kvjax.replay.replicas.routed_replicas import RoutedReplicas
+from kvjax.replay.requests.job import Job
+from kvjax.replay.requests.prompts import PromptMaker
+from kvjax.replay.requests.trace import TraceRequest
 from kvjax.replay.run import Run
-from kvjax.replay.trace import TraceRequest
 from kvjax.tiers.stats import TierStats
 
 

@@ -18,18 +18,18 @@ from functools import partial
 
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.planning import KVCachePlan
-from kvjax.replay.clock import VirtualClock
+from kvjax.replay.beyond.prefilled_kv import PrefilledKV, TransferConfig
 from kvjax.replay.extent import ReplayExtent
-from kvjax.replay.fleet import deployment_of
-from kvjax.replay.job import Job
-from kvjax.replay.prefilled_kv import PrefilledKV, TransferConfig
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.replay import ReplayConfig
-from kvjax.replay.replica import Deployment, Replica
-from kvjax.replay.routed_replicas import RoutedReplicas
+from kvjax.replay.replicas.fleet import deployment_of
+from kvjax.replay.replicas.replica import Deployment, Replica
+from kvjax.replay.replicas.routed_replicas import RoutedReplicas
+from kvjax.replay.requests.job import Job
+from kvjax.replay.requests.trace import TraceRequest
 from kvjax.replay.run import Run
-from kvjax.replay.timeline import Timeline
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.virtual_time.clock import VirtualClock
+from kvjax.replay.virtual_time.timeline import Timeline
 from kvjax.tiers.stats import TierStats
 
 

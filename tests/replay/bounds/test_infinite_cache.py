@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.replay import TraceRequest
-from kvjax.replay.infinite_cache import InfiniteCache
+from kvjax.replay.bounds.infinite_cache import InfiniteCache
 from tests.replay.random_traces import random_trace
 
 

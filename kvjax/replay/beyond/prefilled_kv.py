@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
-from kvjax.replay.clock import VirtualClock
-from kvjax.replay.kv_bytes import kv_bytes
+from kvjax.replay.beyond.kv_bytes import kv_bytes
+from kvjax.replay.virtual_time.clock import VirtualClock
 from kvjax.tiers.connector import LoadResults
 from kvjax.tiers.units import UnitSizes
 from kvjax.tiers.worker.simulated_worker import Channel

@@ -9,7 +9,7 @@ block where the prompt was cut inside. A hit is that prefix in full cache blocks
 
 from __future__ import annotations
 
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 
 class InfiniteCache:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash, BlockHasher
 from kvjax.core.requests.request import Request
-from kvjax.replay.trace import TraceRequest
+from kvjax.replay.requests.trace import TraceRequest
 
 
 class PromptMaker:

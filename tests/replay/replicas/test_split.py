@@ -23,14 +23,14 @@ from kvjax.replay import (
     run_fleet,
     run_split,
 )
-from kvjax.replay.clock import VirtualClock
-from kvjax.replay.kv_bytes import kv_bytes
-from kvjax.replay.prefilled_kv import PrefilledKV
+from kvjax.replay.beyond.kv_bytes import kv_bytes
+from kvjax.replay.beyond.prefilled_kv import PrefilledKV
 from kvjax.replay.recorder import Recorder
+from kvjax.replay.virtual_time.clock import VirtualClock
 from kvjax.routing import ROUTERS
 from kvjax.tiers.units import UnitSizes
 from tests.replay.random_traces import random_trace
-from tests.replay.test_fleet_tiers import spaced
+from tests.replay.replicas.test_fleet_tiers import spaced
 from tests.replay.test_serial import full
 
 FREE = TransferConfig(math.inf, 0.0)

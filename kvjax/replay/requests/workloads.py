@@ -22,7 +22,7 @@ from itertools import count
 
 import numpy as np
 
-from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
+from kvjax.replay.requests.trace import TRACE_BLOCK_SIZE, TraceRequest
 
 
 @dataclass

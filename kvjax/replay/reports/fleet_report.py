@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from kvjax.replay.fleet import FleetResult
+from kvjax.replay.beyond.tiers import ReplayTierConfig
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.report import quantiles, ratio
-from kvjax.replay.tiers import ReplayTierConfig
+from kvjax.replay.replicas.fleet import FleetResult
+from kvjax.replay.reports.report import quantiles, ratio
 from kvjax.text import align_table, count_of, format_bytes
 from kvjax.tiers.stats import TierStats
 

@@ -1,0 +1,1 @@
+"""Several replicas behind routers, mixed or with prefill and decode apart."""

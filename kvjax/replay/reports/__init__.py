@@ -1,0 +1,1 @@
+"""Results of replays for people (text) and for programs (JSON-ready values)."""
