@@ -182,18 +182,18 @@ def test_modules_in_rooms_import_each_other_in_no_circle() -> None:
     order.prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        f"{top}/{package}"
-        for top in ("kvjax", "tests")
-        for package in ("cli", "device", "engine", "models/layers", "replay", "tiers")
-    ],
-)
+# Folders of more files than a reader takes in at a glance; a list of families of models is one.
+LARGE_FOLDERS = {
+    *(f"kvjax/{name}" for name in ("core/eviction", "core/kinds", "core/manager", "models/configs", "models/decoders")),
+    *(f"tests/{name}" for name in ("core/manager", "events", "pallas_kernels", "scripts")),
+}
+
+
+@pytest.mark.parametrize("tree", ["kvjax", "tests"])
 def test_folders_stay_small(tree: str) -> None:
-    """A reader takes in a folder at a glance."""
-    folders = Counter(path.parent for path in (ROOT / tree).rglob("*.py"))
-    assert {folder for folder, num_files in folders.items() if num_files > 14} == set()
+    folders = Counter(str(path.parent.relative_to(ROOT)) for path in (ROOT / tree).rglob("*.py"))
+    large = {folder for folder, num_files in folders.items() if num_files > 14}
+    assert {folder for folder in large - LARGE_FOLDERS if not folder.startswith("tests/pallas_kernels/")} == set()
 
 
 # What an op of pallas_kernels imports of other ops. All else that several ops share stands beside them.

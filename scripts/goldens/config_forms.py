@@ -1,6 +1,6 @@
 """Forms of config.json: keys that are missing, null or otherwise, rotary embeddings in every spelling. No torch.
 
-Flow:    small_configs.py -> [forms] -> scripts/make_config_forms.py, tests/models/test_config_forms.py
+Flow:    small_configs.py -> [forms] -> scripts/make_config_forms.py, tests/models/config_files/test_config_forms.py
 
 A change is [outer keys, keys of the language model], a key that is removed as "...".
 """

@@ -14,7 +14,7 @@ from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
 from kvjax.models import DenseAttention, ModelConfig, StreamingWindow, load_model
 from tests.models.configs import llama_dict
 from tests.models.golden_models import constants_of, goldens_of, model_folder
-from tests.models.test_gemma4 import gemma4_dict
+from tests.models.one_family.test_gemma4 import gemma4_dict
 
 NAME = "streaming_llm"
 

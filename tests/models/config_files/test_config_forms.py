@@ -19,7 +19,7 @@ from kvjax.models.registry import ARCHITECTURES as OURS
 from scripts.goldens.config_forms import changed, forms, tied_forms
 from scripts.goldens.small_configs import ARCHITECTURES, AROUND, small_config
 
-FORMS = json.loads((Path(__file__).parent / "config_forms.json").read_text(encoding="utf-8"))
+FORMS = json.loads((Path(__file__).parents[1] / "config_forms.json").read_text(encoding="utf-8"))
 REFUSALS = re.compile(
     "expected the key '(intermediate_size|layers_block_type|max_position_embeddings|num_attention_heads)', got none"
     "|expected one (value of )?'|rope_scaling and rope_parameters to say the same"  # two values

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import ModelConfig, load_model
 from scripts.goldens.small_configs import ARCHITECTURES, small_config
+from tests.models.config_files.released_configs import COMPUTED_OTHERWISE, RELEASED, SAID_ANYWAY
 from tests.models.golden_models import model_folder
-from tests.models.released_configs import COMPUTED_OTHERWISE, RELEASED, SAID_ANYWAY
 
 OTHERWISE = [(architecture, key) for architecture, keys in COMPUTED_OTHERWISE.items() for key in keys]
 

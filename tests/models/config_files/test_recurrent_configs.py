@@ -10,7 +10,7 @@ from kvjax.core import MambaSpec
 from kvjax.errors import ConfigError
 from kvjax.models import ModelConfig
 from kvjax.models.configs.states import StateShapes
-from tests.models.recurrent_configs import config_dict
+from tests.models.config_files.recurrent_configs import config_dict
 
 
 def parse(name: str, **changes: Any) -> Any:
