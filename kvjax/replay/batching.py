@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import thread_time_ns
 
 import numpy as np
@@ -38,8 +38,8 @@ from kvjax.replay.virtual_time.speed_model import SpeedModel
 class BatchingConfig:
     """Bounds of a step."""
 
-    max_num_batched_tokens: int = field(default=8_192, metadata={"doc": "token budget of a step"})
-    max_num_seqs: int = field(default=256, metadata={"doc": "requests that run at once"})
+    max_num_batched_tokens: int = 8_192  # of a step
+    max_num_seqs: int = 256  # at once
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

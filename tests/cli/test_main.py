@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
@@ -173,13 +173,18 @@ def test_errors_have_a_status_and_one_line(
 def test_an_option_stands_for_each_field_of_a_dataclass() -> None:
     @dataclass(frozen=True)
     class Sizes:
-        num_rows: int = field(default=2_000, metadata={"doc": "rows"})
-        step_ms: float = field(default=1.5, metadata={"doc": "a step"})
+        max_num_seqs: int = 2_000
+        host_latency_s: float = 2e-5
+        write_through: bool = False
+        hybrid: bool = True
 
     parser = argparse.ArgumentParser()
-    add_fields(parser, Sizes)
-    assert "rows (default: 2,000)" in parser.format_help()
-    assert read_fields(parser.parse_args([]), Sizes) == {}
-    given = parser.parse_args(["--num-rows", "3", "--step-ms", "0"])
-    assert read_fields(given, Sizes) == {"num_rows": 3, "step_ms": 0.0}
-    assert read_fields(given, Sizes, "step_ms") == {"step_ms": 0.0}
+    add_fields(parser, Sizes, host_latency_s=1e-6)
+    text = " ".join(parser.format_help().split())
+    assert "--max-num-seqs N requests that run at once (default: 2,000)" in text
+    assert "--host-latency-us X of a transfer (default: 1)" in text
+    assert read_fields(parser.parse_args([]), Sizes) == {"host_latency_s": 1e-6}
+    given = parser.parse_args(["--max-num-seqs", "3", "--host-latency-us", "7", "--write-through", "--no-hybrid"])
+    expected = {"max_num_seqs": 3, "host_latency_s": 7e-6, "write_through": True, "hybrid": False}
+    assert read_fields(given, Sizes) == expected
+    assert read_fields(given, Sizes, "hybrid") == {"hybrid": False}

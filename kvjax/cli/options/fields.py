@@ -30,7 +30,7 @@ class Option:
 
     help: str
     flag: str = ""  # empty: the field's name; "--no-..." makes the field False
-    type: Callable[[str], Any] | None = None  # None: of the default, a flag for bool
+    type: Callable[[str], Any] | None = None  # None: text, or a flag where the default is a bool
     metavar: str | None = None
     choices: Collection[str] | None = None
     unit: Fraction = Fraction(1)  # of the option, in the field's
@@ -67,6 +67,11 @@ OPTIONS = {
     "max_num_seqs": Option("requests that run at once", type=positive_int),
     "max_num_batched_tokens": Option("tokens of a step", type=positive_int),
     "max_in_flight_tokens": Option("most tokens that steps in flight add", type=positive_int),
+    "prefill_tokens_per_s": Option("tokens of prompts", type=non_negative_float),
+    "step_overhead_ms": Option("every step", type=non_negative_float),
+    "decode_base_ms": Option("a step that decodes: reading the weights once", type=non_negative_float),
+    "decode_us_per_request": Option("each decoding request", type=non_negative_float),
+    "decode_ns_per_kv_token": Option("each token that decoding requests attend to", type=non_negative_float),
     "async_scheduling": Option("start a step before reading the last", "--async"),
     # Tiers beyond the cache, and links between replicas.
     "host_bytes": Option("for blocks that the cache evicts", "--host-memory", byte_size),
@@ -105,30 +110,7 @@ def add_option(
     group: argparse._ActionsContainer, name: str, default: Any = argparse.SUPPRESS, shown: Any = None, **changes: Any
 ) -> None:
     """The option of `OPTIONS` for a field, with `changes`; `shown` is what its help says is the default."""
-    _add(group, name, replace(OPTIONS[name], **changes), default, shown)
-
-
-def add_fields(group: argparse._ActionsContainer, of: type, *names: str, **defaults: Any) -> None:
-    """An option for each of these fields of a dataclass, or for all. `defaults` are a command's own."""
-    for one in fields(of):
-        if not names or one.name in names:
-            option = OPTIONS.get(one.name) or Option(one.metadata["doc"], type=_type_of(one.default))
-            default = defaults.get(one.name, argparse.SUPPRESS)
-            _add(group, one.name, option, default, defaults.get(one.name, one.default))
-
-
-def read_fields(args: argparse.Namespace, of: type, *names: str) -> dict[str, Any]:
-    """The values of these fields of a dataclass, or of all, that are given or have a command's own default."""
-    own = [one.name for one in fields(of) if not names or one.name in names]
-    return {name: getattr(args, name) for name in own if name in args}
-
-
-def _type_of(default: Any) -> Callable[[str], Any]:
-    return positive_int if isinstance(default, int) else non_negative_float
-
-
-def _add(group: argparse._ActionsContainer, name: str, option: Option, default: Any, shown: Any) -> None:
-    flag = option.flag or f"--{name.replace('_', '-')}"
+    option, flag = replace(OPTIONS[name], **changes), flag_of(name)
     if flag.startswith("--no-") or isinstance(shown, bool):
         action = "store_false" if flag.startswith("--no-") else "store_true"
         group.add_argument(flag, dest=name, action=action, default=default, help=option.help)
@@ -143,6 +125,20 @@ def _add(group: argparse._ActionsContainer, name: str, option: Option, default: 
         default=default,
         help=option.help + told,
     )
+
+
+def add_fields(group: argparse._ActionsContainer, of: type, *names: str, **defaults: Any) -> None:
+    """An option for each of these fields of a dataclass, or for all. `defaults` are a command's own."""
+    for one in fields(of):
+        if not names or one.name in names:
+            default = defaults.get(one.name, argparse.SUPPRESS)
+            add_option(group, one.name, default, defaults.get(one.name, one.default))
+
+
+def read_fields(args: argparse.Namespace, of: type, *names: str) -> dict[str, Any]:
+    """The values of these fields of a dataclass, or of all, that are given or have a command's own default."""
+    own = [one.name for one in fields(of) if not names or one.name in names]
+    return {name: getattr(args, name) for name in own if name in args}
 
 
 def _text(value: Any, option: Option) -> str:

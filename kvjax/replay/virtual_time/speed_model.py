@@ -12,18 +12,18 @@ token at the same rate, half of the peak arithmetic for prefill. They are argume
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SpeedModel:
     """Speed of one deployment."""
 
-    prefill_tokens_per_s: float = field(default=30_000.0, metadata={"doc": "tokens of prompts"})
-    step_overhead_ms: float = field(default=1.0, metadata={"doc": "every step"})
-    decode_base_ms: float = field(default=6.0, metadata={"doc": "a step that decodes: reading the weights once"})
-    decode_us_per_request: float = field(default=10.0, metadata={"doc": "each decoding request"})
-    decode_ns_per_kv_token: float = field(default=48.0, metadata={"doc": "each token that decoding requests attend to"})
+    prefill_tokens_per_s: float = 30_000.0  # of prompts
+    step_overhead_ms: float = 1.0  # every step
+    decode_base_ms: float = 6.0  # a step that decodes: reading the weights once
+    decode_us_per_request: float = 10.0  # each decoding request
+    decode_ns_per_kv_token: float = 48.0  # each token that decoding requests attend to
 
     def __post_init__(self) -> None:
         if not self.prefill_tokens_per_s > 0:
