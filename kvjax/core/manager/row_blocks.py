@@ -156,6 +156,9 @@ class RowBlocks:
             if not self._needs.fit(needs):
                 return None
             new_ids = self.allocate(row, num_slots, num_tokens=num_tokens)
+            for pool, ids in zip(self._groups.pool_of_group, new_ids, strict=True):
+                if pool.slabs is not None and ids.size:
+                    pool.slabs.note_growth(1)
         self.register(request, row, num_cacheable)
         self.note_idle(row)
         return new_ids

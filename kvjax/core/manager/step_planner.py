@@ -241,6 +241,8 @@ class StepPlanner:
         if not runs:
             return
         shares = split(pool.get_new_blocks(num_new), runs, groups, work.rows.size)
+        if pool.slabs is not None:
+            pool.slabs.note_growth(sum(run.positions.size * count for run, count in zip(runs, groups, strict=True)))
         for manager, run, block_ids in zip(managers, runs, shares, strict=True):
             rows, columns = run.entries()
             rows, columns, block_ids = manager.attach(rows, columns, block_ids)

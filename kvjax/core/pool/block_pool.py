@@ -94,7 +94,7 @@ class BlockPool:
         self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in group_ids}
         self.num_usable_blocks = num_blocks - 1  # neither null nor taken for good
         self.slabs: SlabProvider | None = None  # None: all blocks are the pool's own
-        self.num_elsewhere = 0  # blocks in slabs that other pools have, or nobody
+        self.num_elsewhere = 0  # blocks in free slabs, or in other pools'
         self.blocks = BlockViews(self)
         self.page_edits = PageEdits(self, zero_new_pages)
         self._ids = BlockIds(self.ref_count)

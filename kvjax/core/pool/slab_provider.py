@@ -16,6 +16,9 @@ class SlabProvider(Protocol):
     def provide(self, num_blocks: int) -> None:
         """Sees to it that the pool's policy can take so many blocks, if that is possible; the caller takes them."""
 
+    def note_growth(self, num_rows: int) -> None:
+        """So many running rows took blocks, each in one group: the next step may do so again."""
+
     def note_held(self, ids: np.ndarray) -> None:
         """int64[n] distinct blocks that were free are held from now on."""
 

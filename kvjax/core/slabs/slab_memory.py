@@ -3,13 +3,13 @@
 Flow:    BlockPool.get_new_blocks -> [SlabMemory.provide] -> blank blocks -> EvictionPolicy.take
 Source:  slabs that hold objects of one size at a time: Bonwick, "The Slab Allocator", USENIX Summer 1994
 
-A slab is `blocks_per_slab` blocks of one pool, or nobody's. Block b of a pool lies in slab `b // blocks_per_slab`, so
+A slab is `blocks_per_slab` blocks of one pool, or free. Block b of a pool lies in slab `b // blocks_per_slab`, so
 ids of one pool never change their meaning; those in slabs that the pool does not have are *elsewhere*: neither free nor
 held. Slab 0 has the null block of every pool.
 
 A pool that needs blocks takes, as long as it has too few blank ones, the first of these that there is:
 
-    a slab that nobody has
+    a free slab
     the slab of another pool, if the youngest of its blocks is older than the pool's own oldest one
     its own oldest blocks, as many as are older than that slab
 
@@ -20,7 +20,7 @@ block, a pool takes its free blocks beside held ones first, and leaves whole sla
 
 Invariants (`check_invariants`):
 
-    S1  a slab is nobody's or one pool's, and slab 0 the null one: no byte is in two hands
+    S1  a slab is free or one pool's, and slab 0 the null one: no byte is in two hands
     S2  blocks elsewhere are neither held, hashed nor with the policy; a pool counts them
     S3  a pool counts the held blocks of each slab
 """
@@ -39,7 +39,7 @@ from kvjax.core.slabs.whole_slabs import HELD, WholeSlabs
 from kvjax.core.spec import SlabSpec
 from kvjax.errors import InvariantError
 
-NOBODY, NULL = -1, -2
+FREE, NULL = -1, -2
 AHEAD = 256  # of a pool's blocks one of so many may be blank before it is needed
 
 
@@ -65,10 +65,10 @@ class SlabMemory:
             ValueError: a pool is of another size, or its policy ranks no blocks.
         """
         self.num_slabs = spec.num_slabs
-        self.owner = np.full(spec.num_slabs, NOBODY, np.int8)
+        self.owner = np.full(spec.num_slabs, FREE, np.int8)
         self.owner[0] = NULL
-        self._nobodys = list(range(spec.num_slabs - 1, 0, -1))
-        self.num_whole = len(self._nobodys)  # at most as many as have no held block
+        self._free_slabs = list(range(spec.num_slabs - 1, 0, -1))
+        self.num_whole = len(self._free_slabs)  # at most as many as have no held block
         self.owed = [0] * len(pools)
         self.num_moved = 0  # slabs that a pool had and lost, so far
         clock = RankClock()
@@ -98,7 +98,7 @@ class SlabMemory:
 
     def _fit_exactly(self, needs: Sequence[int], hits: Sequence[np.ndarray] | None) -> bool:
         counts = self._count_whole(hits)
-        num_whole = len(self._nobodys) + sum(count.num_whole_then for count in counts)
+        num_whole = len(self._free_slabs) + sum(count.num_whole_then for count in counts)
         missing = [
             max(need - count.num_free_hits - count.num_beside_held, 0)
             for need, count in zip(needs, counts, strict=True)
@@ -108,7 +108,7 @@ class SlabMemory:
     def _count_whole(self, hits: Sequence[np.ndarray] | None) -> list[SlabCount]:
         """Counts the slabs of each pool without a held block, which `num_whole` bounds from then on."""
         counts = [self._count(each, None if hits is None else hits[each.number]) for each in self.pools]
-        self.num_whole = len(self._nobodys) + sum(count.num_whole for count in counts)
+        self.num_whole = len(self._free_slabs) + sum(count.num_whole for count in counts)
         return counts
 
     def _count(self, each: SlabPool, hits: np.ndarray | None) -> SlabCount:
@@ -133,23 +133,22 @@ class SlabMemory:
             else:
                 self._make_blank(taker, num_blocks)
         self.owed[taker.number] = max(self.owed[taker.number] - num_blocks, 0)
-        taker.num_taken += num_blocks
 
     def note_step_planned(self) -> None:
-        """Makes blocks of each pool blank, half as many more as the last steps took, for the next one."""
+        """Makes blocks of each pool blank for the next step: half as many more as rows grew by one in the last ones."""
         self.owed = [0] * len(self.pools)
         for each in self.pools:
-            if each.num_taken:
-                each.num_ahead = max(each.num_taken + each.num_taken // 2, each.num_ahead - each.num_ahead // 8)
-                each.num_taken = 0
+            if each.num_grown:
+                each.num_ahead = max(each.num_grown + each.num_grown // 2, each.num_ahead - each.num_ahead // 8)
+                each.num_grown = 0
                 self._make_blank(each, min(each.num_ahead, each.pool.num_free_blocks // AHEAD))
 
     def _make_blank(self, taker: SlabPool, num_blocks: int) -> None:
         """Lets the pool have so many blank blocks, as long as there are any that are not young."""
         policy = taker.policy
         while (missing := num_blocks - policy.num_blank) > 0:
-            if self._nobodys:
-                self._give(taker, self._nobodys.pop())
+            if self._free_slabs:
+                self._give(taker, self._free_slabs.pop())
                 continue
             own = policy.oldest_cached(max(missing, taker.blocks_per_slab))
             own_rank = policy.ranks.item(own[0]) if own.size else HELD
@@ -173,15 +172,15 @@ class SlabMemory:
         return found
 
     def gather(self) -> bool:
-        """Makes all slabs without held blocks nobody's, so that whole ones are not broken; whether there was any.
+        """Frees all slabs without held blocks; whether there was any that a pool had.
 
         What they cache is lost.
         """
-        num_nobodys = len(self._nobodys)
+        num_free = len(self._free_slabs)
         for each in self.pools:
             for slab in each.whole_slabs().tolist():
                 self._take_from(each, slab)
-        return len(self._nobodys) > num_nobodys
+        return len(self._free_slabs) > num_free
 
     # -- where whole slabs are few -----------------------------------------------------------------------------------
 
@@ -209,41 +208,41 @@ class SlabMemory:
         for slab in taker.whole_slabs().tolist():
             self._take_from(taker, slab)
         for _ in range(taker.slabs_for(max(num_blocks - taker.policy.num_free, 0))):
-            if not self._nobodys:
+            if not self._free_slabs:
                 giver, slab, _ = self._oldest_of_others(taker)
                 if giver is None:
                     return
                 self._take_from(giver, slab)
-            self._give(taker, self._nobodys.pop())
+            self._give(taker, self._free_slabs.pop())
 
     # -- hands -------------------------------------------------------------------------------------------------------
 
     def _give(self, taker: SlabPool, slab: int) -> None:
-        """A slab that nobody has."""
+        """A free slab."""
         self.owner[slab] = taker.number
         taker.policy.gain(taker.blocks_of(slab))
         taker.pool.num_elsewhere -= taker.blocks_per_slab
 
     def _take_from(self, giver: SlabPool, slab: int) -> None:
-        """A slab without held blocks becomes nobody's."""
+        """Frees a slab without held blocks."""
         ids = giver.blocks_of(slab)
         giver.pool.evict_blocks(ids, was_reused=True)
         giver.policy.lose(ids)
         giver.pool.num_elsewhere += giver.blocks_per_slab
-        self.owner[slab] = NOBODY
+        self.owner[slab] = FREE
         self.num_moved += 1
-        self._nobodys.append(slab)
+        self._free_slabs.append(slab)
 
     # -- for people and tests ----------------------------------------------------------------------------------------
 
     def snapshot(self) -> tuple[int, ...]:
-        """Who has each slab: the number of a pool, -1 nobody, -2 the null slab."""
+        """Who has each slab: the number of a pool, -1 a free slab, -2 the null one."""
         return tuple(self.owner.tolist())
 
     def check_invariants(self) -> None:
         """Raises InvariantError if one of them is broken. O(blocks)."""
-        if sorted(self._nobodys) != (self.owner == NOBODY).nonzero()[0].tolist():
-            raise InvariantError("S1: the list of slabs that nobody has is not that of their owners")
+        if sorted(self._free_slabs) != (self.owner == FREE).nonzero()[0].tolist():
+            raise InvariantError("S1: the list of free slabs is not that of their owners")
         if self.owner[0] != NULL or (self.owner[1:] == NULL).any() or self.owner.max() >= len(self.pools):
             raise InvariantError(f"S1: slab 0 is not the null one, or another is: {self.snapshot()}")
         for each in self.pools:

@@ -33,7 +33,7 @@ class SlabPool:
         self.pool = pool
         self.blocks_per_slab = blocks_per_slab
         self.num_held = np.zeros(self.memory.num_slabs, np.int64)  # of each slab, held blocks
-        self.num_taken = 0  # since a step was planned
+        self.num_grown = 0  # running rows and groups that took blocks since a step was planned
         self.num_ahead = 0  # blocks that the next step may take
 
     @property
@@ -44,6 +44,10 @@ class SlabPool:
     def provide(self, num_blocks: int) -> None:
         """Sees to it that the pool's policy can take so many blocks, if that is possible; the caller takes them."""
         self.memory.provide(self, num_blocks)
+
+    def note_growth(self, num_rows: int) -> None:
+        """So many running rows took blocks, each in one group: the next step may do so again."""
+        self.num_grown += num_rows
 
     def note_held(self, ids: np.ndarray) -> None:
         """int64[n] distinct blocks that were free are held from now on."""

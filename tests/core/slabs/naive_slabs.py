@@ -17,7 +17,7 @@ class NaivePool:
     blank: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     young: set[int] = field(default_factory=set)
-    num_taken: int = 0
+    num_grown: int = 0
     num_ahead: int = 0
 
     @property
@@ -40,8 +40,8 @@ class NaiveSlabs:
     def __init__(self, num_slabs: int, blocks_per_slab: list[int], ahead: int) -> None:
         self.pools = [NaivePool(count) for count in blocks_per_slab]
         self.ahead = ahead
-        self.owner: dict[int, int] = {}  # slab -> pool; nobody's are not in it
-        self.nobodys = list(range(num_slabs - 1, 0, -1))
+        self.owner: dict[int, int] = {}  # slab -> pool; free ones are not in it
+        self.free_slabs = list(range(num_slabs - 1, 0, -1))
         self.ranks: dict[Block, int] = {}  # of cached free blocks
         self.now = 0
 
@@ -50,7 +50,7 @@ class NaiveSlabs:
     def fits(self, needs: list[int]) -> bool:
         """Whether whole slabs can be dealt out so that every pool has enough."""
         whole = [self.whole_slabs(p) for p in range(len(self.pools))]
-        num_whole = len(self.nobodys) + sum(map(len, whole))
+        num_whole = len(self.free_slabs) + sum(map(len, whole))
         beside = [
             len([block for block in pool.free if pool.slab_of(block) not in slabs])
             for pool, slabs in zip(self.pools, whole, strict=True)
@@ -67,7 +67,7 @@ class NaiveSlabs:
     def take(self, p: int, count: int) -> list[int]:
         pool = self.pools[p]
         self.make_blank(p, count)
-        pool.num_taken += count
+        pool.num_grown += 1
         order = [*pool.old(pool.blank), *pool.old(pool.cached)]
         if len(order) < count:
             pool.young.clear()
@@ -95,10 +95,10 @@ class NaiveSlabs:
         for pool in self.pools:
             pool.young.clear()
         for p, pool in enumerate(self.pools):
-            if pool.num_taken:
-                pool.num_ahead = max(pool.num_taken + pool.num_taken // 2, pool.num_ahead - pool.num_ahead // 8)
-                pool.num_taken = 0
-                num_slabs = len(self.nobodys) + sum(owner != p for owner in self.owner.values())
+            if pool.num_grown:
+                pool.num_ahead = max(pool.num_grown + pool.num_grown // 2, pool.num_ahead - pool.num_ahead // 8)
+                pool.num_grown = 0
+                num_slabs = len(self.free_slabs) + sum(owner != p for owner in self.owner.values())
                 num_free = len(pool.free) + num_slabs * pool.blocks_per_slab
                 self.make_blank(p, min(pool.num_ahead, num_free // self.ahead))
 
@@ -117,8 +117,8 @@ class NaiveSlabs:
     def make_blank(self, p: int, count: int) -> None:
         pool = self.pools[p]
         while (missing := count - len(pool.old(pool.blank))) > 0:
-            if self.nobodys:
-                self.give(p, self.nobodys.pop())
+            if self.free_slabs:
+                self.give(p, self.free_slabs.pop())
                 continue
             own = pool.old(pool.cached)[: max(missing, pool.blocks_per_slab)]
             own_rank = self.ranks[p, own[0]] if own else inf
@@ -155,7 +155,7 @@ class NaiveSlabs:
         self.forget(p, blocks)
         self.remove(p, blocks)
         del self.owner[slab]
-        self.nobodys.append(slab)
+        self.free_slabs.append(slab)
 
     def remove(self, p: int, blocks: list[int]) -> None:
         pool = self.pools[p]

@@ -60,6 +60,7 @@ class World:
         if not fits:
             return
         ids = self.pools[p].get_new_blocks(count).tolist()
+        self.memory.pools[p].note_growth(1)
         assert ids == self.naive.take(p, count)
         self.register(p, [block for block in ids if self.rng.random() < 0.8])
         self.held[p] += ids
