@@ -45,11 +45,12 @@ def merge_rows(
     name: str,
 ) -> jax.Array:
     """The pages with every entry at its slot; slots of page 0 and -1 are skipped."""
-    row_shape = pages.shape[2:]
-    chunk = min(CHUNK_ROWS, cdiv(entries.shape[0], SUBLANES) * SUBLANES)
-    plan = plan_rows(slot_mapping, page_size, pages.shape[1], row_shape[1] // entries.shape[2], chunk)
-    is_new = plan.entries[..., None, None, None] >= 0
-    rows = jnp.where(is_new, entries.at[plan.entries].get(mode="clip"), 0)  # [R, places, pieces, ...]
+    row_shape, (num_entries, *entry_shape) = pages.shape[2:], entries.shape
+    places = row_shape[1] // entry_shape[1]
+    chunk = min(CHUNK_ROWS, cdiv(num_entries, SUBLANES) * SUBLANES)
+    plan = plan_rows(slot_mapping, page_size, pages.shape[1], places, chunk)
+    rows = entries.reshape(num_entries, -1).at[plan.entries].get(mode="clip")
+    rows = jnp.where(plan.entries[..., None] >= 0, rows, 0).reshape(-1, places, *entry_shape)
     return call(
         _merge,
         _Refs,
