@@ -191,8 +191,8 @@ def plan_kv_cache(
         raise ValueError(f"expected tensor_parallel or parallel, got both: {tensor_parallel} and {parallel}")
     columns = common_columns(specs, platform or "cpu", hybrid) if one_memory and memory_bytes is not None else None
     shape = CacheShape.of(specs, platform=platform or "cpu", parallel=parallel, hybrid=hybrid, group_size=columns)
-    slabs = SlabShape.of(shape) if columns is not None else None
     needs = shape.needs_of(load, max_model_len, max_in_flight_tokens)
+    slabs = SlabShape.of(shape, needs) if columns is not None else None
     slab_spec = None
     if slabs is not None and memory_bytes is not None:
         slab_spec = slabs.spec_of(slabs.slabs_of_budget(needs, memory_bytes))

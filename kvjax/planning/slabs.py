@@ -7,7 +7,9 @@ layers: as many as the pool with the fewest, by which groups of other pools are 
 as waste least:
 
     bytes of a slab = k * (bytes of a page of some pool), from the largest page up to twice of it
-    waste           = the largest share that whole blocks of a pool leave of a slab
+    waste           = the share of a slab that whole blocks leave, weighed by the bytes of each pool that a load keeps
+
+and of sizes that waste nearly as little the smallest: it changes hands most easily.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kvjax.planning.sizing import PoolNeed
 from kvjax.planning.summary import KeptCache
 from kvjax.text import format_bytes
 
-TOLERATED = 0.01  # of a slab: small ones change hands more easily
+TOLERATED = 0.01  # waste beyond the least
 ROW_BYTES = 512  # 128 lanes of 4 bytes: where pages begin
 
 
@@ -38,12 +40,16 @@ class SlabShape:
     waste: tuple[float, ...]  # per pool the share of a slab that its blocks leave
 
     @classmethod
-    def of(cls, shape: CacheShape) -> SlabShape:
-        """The slabs that waste least."""
+    def of(cls, shape: CacheShape, needs: Sequence[PoolNeed]) -> SlabShape:
+        """The slabs that waste least; `needs` of each pool say what a load keeps."""
         pages = [_column_bytes(shape, pool_id) for pool_id in range(shape.num_pools)]
         largest = max(pages)
         sizes = {count * page for page in pages for count in range(cdiv(largest, page), 2 * largest // page + 1)}
-        wastes = {size: max(_waste(size, page) for page in pages) for size in sizes}
+        kept = [float(need.kept_blocks * need.bytes_per_block) for need in needs]
+        wastes = {
+            size: sum(weight * _waste(size, page) for weight, page in zip(kept, pages, strict=True)) / sum(kept)
+            for size in sizes
+        }
         best = min(size for size, waste in wastes.items() if waste <= min(wastes.values()) + TOLERATED)
         num_columns = max(len(group.group.layer_names) for group in shape.groups)
         return cls(
