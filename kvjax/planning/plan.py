@@ -180,16 +180,19 @@ def plan_kv_cache(
         MemoryBudgetError: the budget or the blocks do not hold one request of `max_model_len` tokens; has the missing
             bytes or blocks and the longest request that fits.
         ValueError: an argument is out of range, both or none of budget and blocks are given, both of length and load,
-            both ways of parallelism, heads or tokens do not split over the devices, or ids overflow int32.
+            both ways of parallelism, blocks with `one_memory`, heads or tokens do not split over the devices, or ids
+            overflow int32.
         NotImplementedError: a kind does not work with context parallelism.
     """
     _check_arguments(max_model_len, memory_bytes, num_blocks, max_in_flight_tokens)
+    if one_memory and memory_bytes is None:
+        raise ValueError(f"expected memory_bytes with one_memory=True, got num_blocks {num_blocks}: slabs are of bytes")
     load = _load(request_len, load, max_model_len)
     if parallel is None:
         parallel = Parallelism(tensor=1 if tensor_parallel is None else tensor_parallel)
     elif tensor_parallel is not None:
         raise ValueError(f"expected tensor_parallel or parallel, got both: {tensor_parallel} and {parallel}")
-    columns = common_columns(specs, platform or "cpu", hybrid) if one_memory and memory_bytes is not None else None
+    columns = common_columns(specs, platform or "cpu", hybrid) if one_memory else None
     shape = CacheShape.of(specs, platform=platform or "cpu", parallel=parallel, hybrid=hybrid, group_size=columns)
     needs = shape.needs_of(load, max_model_len, max_in_flight_tokens)
     slabs = SlabShape.of(shape, needs) if columns is not None else None

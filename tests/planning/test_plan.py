@@ -208,6 +208,7 @@ def test_block_tables_are_counted() -> None:
         ({"max_model_len": 64, "num_blocks": 2, "tensor_parallel": 0}, "expected tensor_parallel >= 1, got 0"),
         ({"max_model_len": 64, "memory_bytes": 0}, "expected memory_bytes >= 1, got 0"),
         ({"max_model_len": 64, "num_blocks": 1}, "expected num_blocks >= 2"),
+        ({"max_model_len": 64, "num_blocks": 2, "one_memory": True}, "expected memory_bytes with one_memory=True"),
         ({"max_model_len": 64, "num_blocks": 2**28}, r"expected at most 2,147,483,648 slots .* got 268,435,456 blocks"),
         ({"max_model_len": 64, "num_blocks": 2, "platform": "abacus"}, "expected platform 'cpu', 'gpu' or 'tpu'"),
     ],

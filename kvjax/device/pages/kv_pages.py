@@ -63,7 +63,14 @@ class KVPages:
 
 
 def check_columns(kv_cache_config: KVCacheConfig, placement: Placement) -> None:
-    """Raises ValueError unless every layer has a column of its own layout that splits over the placement."""
+    """Raises ValueError unless every layer has a column of its own layout that splits over the placement.
+
+    Raises NotImplementedError where pools share slabs: each would have arrays as large as the memory.
+    """
+    if kv_cache_config.slabs is not None:
+        raise NotImplementedError(
+            f"expected pools with arrays of their own, got {kv_cache_config.slabs}; plan with one_memory=False"
+        )
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         columns = kv_cache_config.pools[group.pool_id].columns
         if len(columns) < len(group.layer_names):
@@ -114,6 +121,7 @@ def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = N
 
     Raises:
         ValueError: a pool lacks columns, a column's layout is not its layer's, or KV heads do not split evenly.
+        NotImplementedError: pools share slabs.
     """
     placement = Placement.create() if placement is None else placement
     check_columns(kv_cache_config, placement)

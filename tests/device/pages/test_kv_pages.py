@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
-from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, SlabSpec
 from kvjax.device import create_pages
 from kvjax.device.mesh.placement import Placement
 from kvjax.device.pages.kv_pages import page_shardings
@@ -60,3 +60,9 @@ def test_refuses_a_column_of_another_layers_layout() -> None:
     pool = replace(config.pools[0], columns=(other, other))
     with pytest.raises(ValueError, match=r"layer 'layers.0': expected pages of PageLayout\(kind='split'"):
         create_pages(KVCacheConfig((pool,), config.kv_cache_groups))
+
+
+def test_refuses_pools_that_share_slabs() -> None:
+    config = replace(toy_config(num_blocks=6), slabs=SlabSpec(3, (2,)))
+    with pytest.raises(NotImplementedError, match=r"got SlabSpec\(num_slabs=3, .*plan with one_memory=False"):
+        create_pages(config)
