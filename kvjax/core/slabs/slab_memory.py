@@ -22,7 +22,7 @@ Invariants (`check_invariants`):
 
     S1  a slab is free or one pool's, and slab 0 the null one: no byte is in two hands
     S2  blocks elsewhere are neither held, hashed nor with the policy; a pool counts them
-    S3  a pool counts the held blocks of each slab
+    S3  a pool counts the held blocks of each slab; its other blocks there are with the policy
 """
 
 from __future__ import annotations
@@ -254,6 +254,9 @@ class SlabMemory:
                 raise InvariantError(f"S2: a block of pool {each.number} is held or hashed in a slab of another pool")
             if not np.array_equal(each.num_held, (pool.ref_count > 0).reshape(-1, each.blocks_per_slab).sum(1)):
                 raise InvariantError(f"S3: pool {each.number} counts held blocks of a slab wrongly")
+            num_blocks = int((self.owner == each.number).sum()) * each.blocks_per_slab
+            if each.policy.num_free + int(each.num_held.sum()) != num_blocks:
+                raise InvariantError(f"S3: pool {each.number} has {num_blocks} blocks, and not all are held or free")
             if is_elsewhere[pool.eviction_policy.order()].any():
                 raise InvariantError(f"S2: a block of pool {each.number} is free in a slab of another pool")
 
