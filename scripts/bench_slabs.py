@@ -11,7 +11,7 @@ leave a checkpoint where it ends, where the turn before ended, and where they en
 600 to 4,000 pages. A request hits its longest prefix that has all pages and a checkpoint.
 
 *Free exchange* evicts by LRU over bytes: no memory of fixed pages does better under LRU. *Best split* is the best of 19
-fixed shares. Times are medians: us a page that is allocated, evictions included, and us a checkpoint, beside the same
+fixed shares. Times are means: us a page that is allocated, evictions included, and us a checkpoint, beside the same
 calls on pools of their own that are as large as the load leaves them.
 """
 
@@ -24,7 +24,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -100,6 +99,19 @@ class Exchange:
             self.left[side] += kept.popitem(last=False)[1]
 
 
+@dataclass
+class Spent:
+    """Time of allocations."""
+
+    us: float = 0.0
+    parts: int = 0
+
+    @property
+    def mean(self) -> float:
+        """us a part."""
+        return self.us / max(self.parts, 1)
+
+
 class Pools:
     """A pool of pages and one of states, in slabs or each with its own blocks."""
 
@@ -110,8 +122,7 @@ class Pools:
         self.memory = None
         if in_slabs:
             self.memory = SlabMemory(SlabSpec(num_blocks[1], (PAGES_PER_SLAB, 1)), (self.pages, self.states))
-        self.us_a_page: list[float] = []
-        self.us_a_checkpoint: list[float] = []
+        self.spent = {"page": Spent(), "checkpoint": Spent()}
 
     def serve(self, turn: Turn) -> int:
         """Pages of the hit."""
@@ -124,11 +135,11 @@ class Pools:
         states = [self._state(turn, hit)] if hit else []
         self.states.touch(np.concatenate(states) if states else [])
         if num_new := len(turn.pages) - run.size:
-            held.insert(0, self._take(self.pages, num_new, self.us_a_page, num_new)[::-1])
+            held.insert(0, self._take(self.pages, num_new, self.spent["page"], num_new)[::-1])
             self.pages.register_many(held[0][::-1], turn.pages[run.size :], 0)  # type: ignore[arg-type]
         for n in turn.lengths:
             if (n > run.size or n == len(turn.pages)) and self._state(turn, n) is None:
-                states.append(self._take(self.states, SLABS_PER_CHECKPOINT, self.us_a_checkpoint, 1))
+                states.append(self._take(self.states, SLABS_PER_CHECKPOINT, self.spent["checkpoint"], 1))
                 self.states.register_many(states[-1], _names(turn, n), 0)  # type: ignore[arg-type]
         self.states.free_blocks(np.concatenate(states) if states else [])
         self.pages.free_blocks(np.concatenate(held))
@@ -140,13 +151,14 @@ class Pools:
         found = self.states.find_each(_names(turn, length), 0)  # type: ignore[arg-type]
         return found if (found > 0).all() else None
 
-    def _take(self, pool: BlockPool, count: int, times: list[float], parts: int) -> np.ndarray:
+    def _take(self, pool: BlockPool, count: int, spent: Spent, parts: int) -> np.ndarray:
         start = time.perf_counter()
         if self.memory is not None:
             needs = [count, 0] if pool is self.pages else [0, count]
             assert self.memory.fit(needs)
         ids = pool.get_new_blocks(count)
-        times.append(1e6 * (time.perf_counter() - start) / parts)
+        spent.us += 1e6 * (time.perf_counter() - start)
+        spent.parts += parts
         return ids
 
 
@@ -184,9 +196,9 @@ def measure(gb: float, load: list[Turn]) -> Row:
     num_states = max(int((memory.owner == 1).sum()), 2 * SLABS_PER_CHECKPOINT)
     split = Pools(((num_slabs - num_states) * PAGES_PER_SLAB, num_states + 1), in_slabs=False)
     percent(split)
-    times = [getattr(pools, name) for name in ("us_a_page", "us_a_checkpoint") for pools in (slabs, split)]
+    times = [pools.spent[part].mean for part in ("page", "checkpoint") for pools in (slabs, split)]
     best = max(percent(Exchange(num_bytes, share / 20)) for share in range(1, 20))
-    return Row(gb, percent(Exchange(num_bytes)), of_slabs, best, *map(median, times))
+    return Row(gb, percent(Exchange(num_bytes)), of_slabs, best, *times)
 
 
 def main() -> None:
