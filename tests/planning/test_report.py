@@ -140,3 +140,13 @@ def test_words_name_slabs_and_what_they_leave() -> None:
     typed = plan_kv_cache(specs, memory_bytes=40 * GIB, max_model_len=32_768)
     assert plan_json(typed, [1_024])["slabs"] is None
     assert (plan.kept.tokens, plan.kept.checkpoints) == (155 * 8_192, 155)  # 8 slabs of tokens and 3 of states each
+
+
+def test_groups_of_one_memory_have_as_many_layers_as_the_smallest_pool() -> None:
+    states = MambaSpec(block_size=16, shapes=((32, 128, 128),), dtypes=("float32",), mamba_cache_mode="align")
+    for num_full, num_states, widths in ((7, 20, [7, 7, 7, 6]), (4, 9, [4, 3, 3, 3]), (5, 5, [5, 5])):
+        specs = layers((num_full, full(2)), (num_states, states))
+        plan = plan_kv_cache(specs, memory_bytes=40 * GIB, max_model_len=4_096, one_memory=True)
+        assert [len(group.layer_names) for group in plan.groups] == widths
+        typed = plan_kv_cache(specs, memory_bytes=40 * GIB, max_model_len=4_096)
+        assert [len(group.layer_names) for group in typed.groups] == [num_full, num_states]
