@@ -11,6 +11,8 @@ from kvjax.planning import Parallelism, plan_kv_cache
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
 from tests.planning.test_plan import GIB, full, layers, window
 
+STATES = MambaSpec(block_size=16, shapes=((32, 128, 128),), dtypes=("float32",), mamba_cache_mode="align")
+
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
@@ -122,8 +124,7 @@ def test_default_lengths_end_at_the_longest() -> None:
 
 
 def test_words_name_slabs_and_what_they_leave() -> None:
-    states = MambaSpec(block_size=16, shapes=((32, 128, 128),), dtypes=("float32",), mamba_cache_mode="align")
-    specs = layers((12, full(2, head_size=256)), (36, states))
+    specs = layers((12, full(2, head_size=256)), (36, STATES))
     plan = plan_kv_cache(specs, memory_bytes=40 * GIB, max_model_len=32_768, one_memory=True)
     words = one_line(plan_words(plan))
     assert "share 1,706 slabs of 24.00 MiB, one of them for the null blocks." in words
@@ -143,9 +144,8 @@ def test_words_name_slabs_and_what_they_leave() -> None:
 
 
 def test_groups_of_one_memory_have_as_many_layers_as_the_smallest_pool() -> None:
-    states = MambaSpec(block_size=16, shapes=((32, 128, 128),), dtypes=("float32",), mamba_cache_mode="align")
     for num_full, num_states, widths in ((7, 20, [7, 7, 7, 6]), (4, 9, [4, 3, 3, 3]), (5, 5, [5, 5])):
-        specs = layers((num_full, full(2)), (num_states, states))
+        specs = layers((num_full, full(2)), (num_states, STATES))
         plan = plan_kv_cache(specs, memory_bytes=40 * GIB, max_model_len=4_096, one_memory=True)
         assert [len(group.layer_names) for group in plan.groups] == widths
         typed = plan_kv_cache(specs, memory_bytes=40 * GIB, max_model_len=4_096)

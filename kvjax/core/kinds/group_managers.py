@@ -15,6 +15,7 @@ from math import lcm
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvjax.core.hashing.block_hashing import BlockHashing
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNeed
@@ -26,6 +27,7 @@ from kvjax.core.kinds.retention import Retention, default_interval
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateSteps
 from kvjax.core.options.manager_options import AUTO
+from kvjax.core.pool.block_ids import without_null
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.fresh_blocks import FreshBlocks
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
@@ -192,6 +194,13 @@ class GroupManagers:
     def place_of_group(self, group_id: int) -> tuple[SingleTypeKVCacheManager, int]:
         """The manager of a group, and the group's place in its arrays."""
         return self._place_of_group[group_id]
+
+    def by_pool(self, block_ids: Sequence[npt.ArrayLike]) -> list[np.ndarray]:  # int64[k] each
+        """Per pool the blocks of all groups (integer[k] each), without null ones."""
+        found: list[list[np.ndarray]] = [[NO_BLOCK_IDS] for _ in self.pools]
+        for pool, ids in zip(self.pool_of_group, block_ids, strict=True):
+            found[self.pools.index(pool)].append(without_null(np.asarray(ids, np.int64)))
+        return [np.concatenate(parts, dtype=np.int64) for parts in found]
 
     def by_group(self, by_manager: Sequence[Iterable[Value]]) -> tuple[Value, ...]:
         """What each manager says of each of its groups, in the order of groups."""

@@ -7,6 +7,7 @@ Source:  get_num_blocks_to_allocate of vLLM v1/core/kv_cache_coordinator.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import le
 
 import numpy as np
@@ -71,13 +72,7 @@ class BlockNeeds:
         """Whether every pool has the blocks free, those of `hits` among them: int32[k] per group."""
         if self._slabs is None:
             return all(map(le, needs, [pool.num_free_blocks for pool in self._pools]))
-        return self._slabs.fit(needs, None if hits is None else self._by_pool(hits))
-
-    def _by_pool(self, hits: Sequence[np.ndarray]) -> list[np.ndarray]:  # int64[k] per pool
-        found = [[np.empty(0, np.int64)] for _ in self._pools]
-        for (_, pool_id), ids in zip(self._managers, self._groups.by_manager(hits), strict=True):
-            found[pool_id].append(ids.ravel().astype(np.int64))
-        return [np.concatenate(parts) for parts in found]
+        return self._slabs.fit(needs, None if hits is None else partial(self._groups.by_pool, hits))
 
 
 def sums(needs: Sequence[int], more: Sequence[int]) -> list[int]:

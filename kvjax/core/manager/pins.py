@@ -52,7 +52,7 @@ class Pins:
             OutOfBlocksError: a pool would be left with less than it needs. Nothing is changed.
         """
         block_ids = tuple(tuple(ids.tolist()) for ids in hits)
-        by_pool = self._by_pool(block_ids)
+        by_pool = self._groups.by_pool(block_ids)
         self._check_room(by_pool, longest_request)
         for pool, ids in zip(self._groups.pools, by_pool, strict=True):
             pool.touch(ids)
@@ -73,7 +73,7 @@ class Pins:
                 f"expected a prefix that is pinned here, got pin {prefix.pin_id}: unpinned before, or another manager's"
             )
         del self._block_ids[prefix.pin_id]
-        for pool, ids in zip(self._groups.pools, self._by_pool(prefix.block_ids), strict=True):
+        for pool, ids in zip(self._groups.pools, self._groups.by_pool(prefix.block_ids), strict=True):
             pool.outside_refs.drop(ids)
             pool.free_held(ids[::-1])
 
@@ -83,20 +83,12 @@ class Pins:
 
     def check_invariants(self) -> None:
         """Raises InvariantError if N1 does not hold."""
-        pinned = [self._by_pool(block_ids) for block_ids in self._block_ids.values()]
+        pinned = [self._groups.by_pool(block_ids) for block_ids in self._block_ids.values()]
         for pool_id, pool in enumerate(self._groups.pools):
             ids = np.concatenate([pool.page_edits.held_sources, *(by_pool[pool_id] for by_pool in pinned)])
             held = np.bincount(ids, minlength=pool.num_blocks) + pool.outside_refs.lent
             if not np.array_equal(held, pool.outside_refs.counts):
                 raise InvariantError(f"N1: pool {pool_id}: pins and copies hold {sorted(ids.tolist())}")
-
-    def _by_pool(self, block_ids: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
-        """Per pool int64[k] the blocks that are not null, distinct, since no two groups have one in common."""
-        found: list[list[int]] = [[] for _ in self._groups.pools]
-        for group_id, ids in enumerate(block_ids):
-            manager, _ = self._groups.place_of_group(group_id)
-            found[self._groups.pools.index(manager.block_pool)] += [block_id for block_id in ids if block_id]
-        return [np.array(ids, np.int64) for ids in found]
 
     def _check_room(self, by_pool: list[np.ndarray], longest_request: int) -> None:
         for pool_id, least in enumerate(self._needs.worst_case(longest_request)):

@@ -27,7 +27,7 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,12 +86,13 @@ class SlabMemory:
 
     # -- whether blocks are there ------------------------------------------------------------------------------------
 
-    def fit(self, needs: Sequence[int], hits: Sequence[np.ndarray] | None = None) -> bool:
+    def fit(self, needs: Sequence[int], hits: Callable[[], Sequence[np.ndarray]] | None = None) -> bool:
         """Whether the pools can take so many blocks, free ones of int64[k] `hits` a pool among them; then owed to them.
 
-        Every block that is taken ends at most one whole slab. Only where that may not suffice slabs are looked at.
+        Every block that is taken ends at most one whole slab. Only where that may not suffice slabs and hits are looked
+        at.
         """
-        fits = sum(needs) <= self.num_whole or self._fit_exactly(needs, hits)
+        fits = sum(needs) <= self.num_whole or self._fit_exactly(needs, None if hits is None else hits())
         if fits:
             self.owed = list(needs)
         return fits
@@ -116,7 +117,7 @@ class SlabMemory:
         num_whole = num_whole_then = each.whole_slabs().size
         num_free_hits = 0
         if hits is not None and hits.size:
-            free_hits = np.unique(hits[(hits > 0) & (each.pool.ref_count[hits] == 0)])
+            free_hits = np.unique(hits[each.pool.ref_count[hits] == 0])
             num_free_hits, slabs = free_hits.size, np.unique(free_hits // each.blocks_per_slab)
             num_whole_then -= int(np.count_nonzero(each.num_held[slabs] == 0))
         beside_held = each.policy.num_free - num_free_hits - num_whole_then * each.blocks_per_slab
@@ -176,11 +177,7 @@ class SlabMemory:
 
         What they cache is lost.
         """
-        num_free = len(self._free_slabs)
-        for each in self.pools:
-            for slab in each.whole_slabs().tolist():
-                self._take_from(each, slab)
-        return len(self._free_slabs) > num_free
+        return sum(self._take_whole_slabs(each) for each in self.pools) > 0
 
     # -- where whole slabs are few -----------------------------------------------------------------------------------
 
@@ -205,8 +202,7 @@ class SlabMemory:
 
     def _use_blocks_beside_held(self, taker: SlabPool, num_blocks: int) -> None:
         """Leaves the pool its blocks beside held ones, and of the whole slabs of all pools only what else it needs."""
-        for slab in taker.whole_slabs().tolist():
-            self._take_from(taker, slab)
+        self._take_whole_slabs(taker)
         for _ in range(taker.slabs_for(max(num_blocks - taker.policy.num_free, 0))):
             if not self._free_slabs:
                 giver, slab, _ = self._oldest_of_others(taker)
@@ -222,6 +218,13 @@ class SlabMemory:
         self.owner[slab] = taker.number
         taker.policy.gain(taker.blocks_of(slab))
         taker.pool.num_elsewhere -= taker.blocks_per_slab
+
+    def _take_whole_slabs(self, giver: SlabPool) -> int:
+        """Frees all slabs of a pool without held blocks; how many."""
+        slabs = giver.whole_slabs().tolist()
+        for slab in slabs:
+            self._take_from(giver, slab)
+        return len(slabs)
 
     def _take_from(self, giver: SlabPool, slab: int) -> None:
         """Frees a slab without held blocks."""

@@ -11,7 +11,8 @@ from tests.core.manager.manager_lockstep import IN_SLABS, SETUPS, Setup
 from tests.core.manager.naive_manager import NaiveGroup
 from tests.core.manager.random_loads import RandomLoads
 
-LOADED = [name for name, setup in SETUPS.items() if not any(g.cross for g in setup.groups) and setup.caching]
+LOADED = {name: setup for name, setup in SETUPS.items() if not any(g.cross for g in setup.groups) and setup.caching}
+LOADED |= {f"{name}_in_slabs": setup for name, setup in IN_SLABS.items()}
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 20))]
 INSIDE = ["full_coarse", "window", "window_1", "mla_window", "hybrid", "hybrid_pools", "full_chunked"]
 
@@ -20,16 +21,7 @@ INSIDE = ["full_coarse", "window", "window_1", "mla_window", "hybrid", "hybrid_p
 @pytest.mark.parametrize("name", LOADED)
 def test_everyone_attends_to_what_was_loaded(name: str, seed: int) -> None:
     """Loads that come early, late, or not at all; beside what was loaded no page holds what others left."""
-    world = RandomLoads(SETUPS[name], seed)
-    world.run()
-    assert world.num_loaded
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", IN_SLABS)
-def test_everyone_attends_to_what_was_loaded_in_slabs(name: str, seed: int) -> None:
-    """Slabs change hands: whoever writes to one overwrites what the other kind left there."""
-    world = RandomLoads(IN_SLABS[name], seed)
+    world = RandomLoads(LOADED[name], seed)
     world.run()
     assert world.num_loaded
 
