@@ -40,7 +40,7 @@ def running(manager: KVCacheManager, name: str, num_tokens: int = 8, num_compute
 @pytest.mark.parametrize("name", LOADED)
 def test_whatever_is_a_hit_is_written(name: str, seed: int) -> None:
     """Random steps, some dropped in whole or in part, before or after the plan is built; loads, preemptions."""
-    world = RandomLoads(SETUPS[name], seed, drops=True)
+    world = RandomLoads(LOADED[name], seed, drops=True)
     world.run()
     assert world.num_dropped
 
