@@ -1,0 +1,275 @@
+"""Pages in memory that pages of other kinds share: one array of 32-bit words, seen as arrays of pages of any dtype.
+
+Flow:    a column of slabs uint32[slabs, rows, 128] + PlaceInSlab -> [SlabArray] -> the ops, as an array of pages;
+         what an op wrote -> SlabArray -> SlabColumn -> the column of slabs
+Source:  ARCHITECTURE.md, "Pages in slabs"
+
+A slab holds `blocks_per_slab` pages of one kind at a time. Page `id` lies in slab `id // blocks_per_slab`. An array of
+it starts `first_row` rows of 128 words into the `page_rows` rows of the page:
+
+    slab of pages     | page 0: K rows, V rows | page 1: K rows, V rows | ...            | rest |
+    slab of a state   | convolution's rows, recurrence's rows                            | rest |
+
+Numbers lie in words one after another; where a platform packs them (`packs`, TPU) a row of words holds `packing` rows
+of 128 numbers, the lowest bits the first. Words are gathered before they are converted: the cost is that of the pages
+that are named, never of the memory. `SlabArray.whole` is for kernels that take arrays alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layouts import TPU_LANES, PageLayout, cdiv, dtype_bits
+
+LANES = TPU_LANES
+WORD_BYTES = 4
+ROW_BYTES = WORD_BYTES * LANES
+
+
+@dataclass(frozen=True)
+class PlaceInSlab:
+    """Where the pages of one array lie in a slab, and what they hold; of one device."""
+
+    page_shape: tuple[int, ...]
+    dtype: str
+    blocks_per_slab: int
+    page_rows: int  # rows of 128 words from one page to the next
+    first_row: int  # of the array in a page
+    packs: bool  # whether `packing` rows of numbers share a row of words
+
+    @property
+    def packing(self) -> int:
+        """Numbers of a word."""
+        return 32 // dtype_bits(self.dtype)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of words that a page of the array takes."""
+        return rows_of(math.prod(self.page_shape), self.dtype)
+
+
+def rows_of(count: int, dtype: str) -> int:
+    """Rows of 128 words that hold so many numbers."""
+    return cdiv(count * dtype_bits(dtype), 8 * ROW_BYTES)
+
+
+def places_of(layout: PageLayout, blocks_per_slab: int) -> tuple[PlaceInSlab, ...]:
+    """Where the arrays of a device's layout lie in a slab, one after another in every page."""
+    sizes = [rows_of(math.prod(array.page_shape), array.dtype) for array in layout.arrays]
+    packs = layout.platform == "tpu"
+    return tuple(
+        PlaceInSlab(array.page_shape, array.dtype, blocks_per_slab, sum(sizes), sum(sizes[:i]), packs)
+        for i, array in enumerate(layout.arrays)
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlabArray:
+    """One array of pages [pages, *page_shape] in a column of slabs; indexed and written as a `jax.Array` is.
+
+    An index names pages, or pages and what follows; `at[...]` knows `get` and `set` alone, no number of which is
+    written twice. Under `jax.shard_map` it is a device's part.
+    """
+
+    memory: jax.Array  # uint32[slabs, rows, 128]
+    place: PlaceInSlab = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[pages, *page_shape]"""
+        return (self.memory.shape[0] * self.place.blocks_per_slab, *self.place.page_shape)
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions, that of pages among them."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Numbers of all pages."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the numbers."""
+        return jnp.dtype(self.place.dtype)
+
+    @property
+    def at(self) -> _At:
+        """As `jax.Array.at`."""
+        return _At(self)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.at[index].get()
+
+    def whole(self) -> jax.Array:
+        """All pages as an array of their own: free of copies on GPU where pages fill their slabs, else a copy."""
+        place, (slabs, rows, _) = self.place, self.memory.shape
+        filled = place.blocks_per_slab * place.page_rows
+        words = self.memory if rows == filled else self.memory[:, :filled]
+        pages = words.reshape(slabs * place.blocks_per_slab, place.page_rows, LANES)
+        if place.page_rows != place.num_rows:
+            pages = pages[:, place.first_row : place.first_row + place.num_rows]
+        return _numbers(pages.reshape(pages.shape[0], -1), place, place.page_shape)
+
+    def with_whole(self, pages: jax.Array) -> SlabArray:
+        """The array with all pages replaced."""
+        return self.at[jnp.arange(self.shape[0], dtype=jnp.int32)].set(pages)
+
+
+@dataclass(frozen=True)
+class _At:
+    array: SlabArray
+
+    def __getitem__(self, index: Any) -> _Items:
+        return _Items(self.array, index if isinstance(index, tuple) else (index,))
+
+
+@dataclass(frozen=True)
+class _Items:
+    """What an index names: the first dimensions' places int32[...], of all the same shape."""
+
+    array: SlabArray
+    index: tuple[Any, ...]
+
+    def get(self, mode: str | None = None) -> jax.Array:
+        """[..., *rest]; places out of range are clipped."""
+        del mode
+        window = _Window.of(self.array.place, len(self.index))
+        if window is None:
+            return self.array.whole()[self.index]
+        ids, *places = _broadcast(self.index)
+        words = window.read(self.array, ids.reshape(-1), [place.reshape(-1) for place in places])
+        return _numbers(words, self.array.place, window.shape).reshape(*ids.shape, *window.shape)
+
+    def set(self, values: jax.Array, mode: str | None = None) -> SlabArray:
+        """The array with `values` [..., *rest] there; pages out of range are dropped."""
+        array, window = self.array, _Window.of(self.array.place, len(self.index))
+        if window is None:
+            return array.with_whole(array.whole().at[self.index].set(values, mode=mode))
+        ids, *places = _broadcast(self.index)
+        values = jnp.broadcast_to(values, (*ids.shape, *window.shape)).astype(array.dtype)
+        words = _words(values.reshape(-1, *window.shape), array.place)
+        return window.write(array, ids.reshape(-1), [place.reshape(-1) for place in places], words)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Words that hold what follows the indexed dimensions: whole ones."""
+
+    shape: tuple[int, ...]
+    num_words: int
+    strides: tuple[int, ...]  # words from one place of an indexed dimension to the next
+
+    @classmethod
+    def of(cls, place: PlaceInSlab, num_indexed: int) -> _Window | None:
+        """None: it begins or ends within a word."""
+        shape = place.page_shape[num_indexed - 1 :]
+        numbers = [math.prod(place.page_shape[i:]) for i in range(1, num_indexed)]
+        packing = place.packing
+        if place.packs and packing > 1:
+            whole_rows = packing * LANES
+            if num_indexed > 1 and any(count % whole_rows for count in numbers):
+                return None
+            num_words = LANES * cdiv(math.prod(shape), whole_rows)
+        else:
+            if num_indexed > 1 and any(count % packing for count in numbers):
+                return None
+            num_words = cdiv(math.prod(shape), packing)
+        return cls(shape, num_words, tuple(count // packing for count in numbers))
+
+    def read(self, array: SlabArray, ids: jax.Array, places: list[jax.Array]) -> jax.Array:
+        """uint32[n, words] of n pages and places in them."""
+        slab, word = self._starts(array, ids, places)
+        memory, is_rows = self._memory(array)
+        size = (1, self.num_words // LANES, LANES) if is_rows else (1, self.num_words)
+        starts = jnp.stack([slab, word // LANES if is_rows else word], axis=1)
+        numbers = lax.GatherDimensionNumbers(tuple(range(1, memory.ndim)), (0,), (0, 1))
+        words = lax.gather(memory, starts, numbers, size, mode=lax.GatherScatterMode.CLIP)
+        return words.reshape(ids.shape[0], self.num_words)
+
+    def write(self, array: SlabArray, ids: jax.Array, places: list[jax.Array], words: jax.Array) -> SlabArray:
+        """The array with uint32[n, words] there."""
+        slab, word = self._starts(array, ids, places)
+        slab = jnp.where((ids >= 0) & (ids < array.shape[0]), slab, array.memory.shape[0])  # out of range: dropped
+        memory, is_rows = self._memory(array)
+        starts = jnp.stack([slab, word // LANES if is_rows else word], axis=1)
+        numbers = lax.ScatterDimensionNumbers(tuple(range(1, memory.ndim)), (0,), (0, 1))
+        updates = words.reshape(-1, self.num_words // LANES, LANES) if is_rows else words
+        drop = lax.GatherScatterMode.FILL_OR_DROP
+        written = lax.scatter(memory, starts, updates, numbers, mode=drop)
+        return replace(array, memory=written.reshape(array.memory.shape))
+
+    def _starts(self, array: SlabArray, ids: jax.Array, places: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """(slab, word in it) int32[n] each."""
+        place = array.place
+        word = (ids % place.blocks_per_slab * place.page_rows + place.first_row) * LANES
+        for stride, at in zip(self.strides, places, strict=True):
+            word = word + stride * at
+        return ids // place.blocks_per_slab, word
+
+    def _memory(self, array: SlabArray) -> tuple[jax.Array, bool]:
+        """The slabs by rows where windows are whole rows, else by words."""
+        is_rows = all(count % LANES == 0 for count in (self.num_words, *self.strides))
+        return (array.memory if is_rows else array.memory.reshape(array.memory.shape[0], -1)), is_rows
+
+
+def _broadcast(index: tuple[Any, ...]) -> list[jax.Array]:
+    return list(jnp.broadcast_arrays(*(jnp.asarray(x, jnp.int32) for x in index)))
+
+
+def _numbers(words: jax.Array, place: PlaceInSlab, shape: tuple[int, ...]) -> jax.Array:
+    """[n, *shape] in the place's dtype of uint32[n, words]."""
+    n, packing = words.shape[0], place.packing
+    if place.packs and packing > 1:
+        words = words.reshape(n, -1, LANES)
+    numbers = lax.bitcast_convert_type(words, jnp.dtype(place.dtype))
+    if place.packs and packing > 1:
+        numbers = numbers.swapaxes(2, 3)
+    return numbers.reshape(n, -1)[:, : math.prod(shape)].reshape(n, *shape)
+
+
+def _words(numbers: jax.Array, place: PlaceInSlab) -> jax.Array:
+    """uint32[n, words] of [n, *shape], filled up with zeros."""
+    n, packing = numbers.shape[0], place.packing
+    if packing == 1:
+        return lax.bitcast_convert_type(numbers, jnp.uint32).reshape(n, -1)
+    flat = numbers.reshape(n, -1)
+    unit = packing * LANES if place.packs else packing
+    flat = jnp.pad(flat, [(0, 0), (0, -flat.shape[1] % unit)])
+    if place.packs:
+        return lax.bitcast_convert_type(flat.reshape(n, -1, packing, LANES).swapaxes(2, 3), jnp.uint32).reshape(n, -1)
+    return lax.bitcast_convert_type(flat.reshape(n, -1, packing), jnp.uint32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlabColumn:
+    """The arrays of one layer's pages in a column of slabs: a sequence of `SlabArray`, as a tuple of arrays is."""
+
+    memory: jax.Array  # uint32[slabs, rows, 128]
+    places: tuple[PlaceInSlab, ...] = field(metadata={"static": True})
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> SlabArray:
+        return SlabArray(self.memory, self.places[i])
+
+    def __iter__(self) -> Iterator[SlabArray]:
+        return (SlabArray(self.memory, place) for place in self.places)
+
+    def after(self, array: SlabArray) -> SlabColumn:
+        """The column once one of its arrays was written."""
+        return replace(self, memory=array.memory)
+
+
+__all__ = ["ROW_BYTES", "PlaceInSlab", "SlabArray", "SlabColumn", "places_of", "rows_of"]
