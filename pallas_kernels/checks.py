@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layouts import KV_CACHE_DTYPES, TPU_LANES, lane_pieces, tokens_per_row
+from pallas_kernels.slab_pages import is_in_slabs
 
 
 def check_array(op: str, name: str, array: Any, shape: Sequence[int | None], axes: str) -> None:
@@ -23,6 +24,11 @@ def check_array(op: str, name: str, array: Any, shape: Sequence[int | None], axe
     if len(got) != len(shape) or any(want not in (None, size) for want, size in zip(shape, got, strict=True)):
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{op}: expected {name} {axes} of shape ({expected}), got {tuple(got)}")
+
+
+def dtype_of(array: Any) -> jnp.dtype:
+    """Of an array, a scalar, or an array of pages in slabs."""
+    return jnp.dtype(array.dtype) if is_in_slabs(array) else jnp.result_type(array)
 
 
 def check_int32(op: str, name: str, array: Any) -> None:
@@ -60,7 +66,7 @@ def check_starts(op: str, num_tokens: int, num_seqs: int, starts: np.ndarray, di
 
 def check_floating(op: str, name: str, array: Any) -> None:
     """Raises ValueError unless `array` is float32, bfloat16 or float16."""
-    dtype = jnp.result_type(array)
+    dtype = dtype_of(array)
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"{op}: expected {name} of dtype float32, bfloat16 or float16, got {dtype}")
 
@@ -93,11 +99,11 @@ def check_at_least(op: str, name: str, value: Any, least: int) -> None:
 
 def check_pages(op: str, pages: Any) -> None:
     """Raises ValueError unless `pages` are arrays of one of the attention layouts (`pallas_kernels.layouts`)."""
-    if not isinstance(pages, tuple | list) or len(pages) not in (1, 2):
+    if not (isinstance(pages, tuple | list) or is_in_slabs(pages)) or len(pages) not in (1, 2):
         raise ValueError(f"{op}: expected pages to be a tuple (k, v) or (kv,), got {describe(pages)}")
     for array in pages:
-        if jnp.result_type(array).name not in KV_CACHE_DTYPES:
-            raise ValueError(f"{op}: expected pages of a dtype out of {KV_CACHE_DTYPES}, got {jnp.result_type(array)}")
+        if dtype_of(array).name not in KV_CACHE_DTYPES:
+            raise ValueError(f"{op}: expected pages of a dtype out of {KV_CACHE_DTYPES}, got {dtype_of(array)}")
     if len(pages) == 1:
         check_array(op, "pages[0]", pages[0], [*[None] * 4, TPU_LANES], "[pages, page_size, rows, packing, 128]")
         return

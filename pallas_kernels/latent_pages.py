@@ -18,6 +18,7 @@ from pallas_kernels.layouts import KV_CACHE_DTYPES, TPU_LANES, lane_pieces
 from pallas_kernels.mask import PageRun
 from pallas_kernels.packed_pages import states_of_pages
 from pallas_kernels.paged_tiles import KVTile, locate
+from pallas_kernels.slab_pages import is_in_slabs
 from pallas_kernels.stored_numbers import stored
 
 _CLIP = "promise_in_bounds"
@@ -139,11 +140,11 @@ def check_latent_pages(op: str, name: str, pages: Any, head_dim: int, page_size:
     Raises:
         ValueError: they are no latent pages of `head_dim` numbers and `page_size` states.
     """
-    if not isinstance(pages, tuple | list) or len(pages) != 1:
+    if not (isinstance(pages, tuple | list) or is_in_slabs(pages)) or len(pages) != 1:
         raise ValueError(f"{op}: expected {name} to be a tuple (latent,) of one array, got {checks.describe(pages)}")
     array = pages[0]
-    if jnp.result_type(array).name not in KV_CACHE_DTYPES:
-        raise ValueError(f"{op}: expected {name} of a dtype out of {KV_CACHE_DTYPES}, got {jnp.result_type(array)}")
+    if checks.dtype_of(array).name not in KV_CACHE_DTYPES:
+        raise ValueError(f"{op}: expected {name} of a dtype out of {KV_CACHE_DTYPES}, got {checks.dtype_of(array)}")
     shape = jnp.shape(array)
     packing = shape[3] if len(shape) == 5 else 1
     packed = (lane_pieces(head_dim), packing, TPU_LANES)
@@ -158,7 +159,7 @@ def check_latent_pages(op: str, name: str, pages: Any, head_dim: int, page_size:
     checks.check_at_least(op, f"page_size of {name}", page_size, 1)
     if not room - packing < page_size <= room:
         raise ValueError(f"{op}: expected page_size of {name} in ({room - packing}, {room}], got {page_size}")
-    return LatentPages(jnp.asarray(array), page_size, head_dim)
+    return LatentPages(array if is_in_slabs(array) else jnp.asarray(array), page_size, head_dim)
 
 
 def check_entry_pages(

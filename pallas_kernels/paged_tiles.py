@@ -20,6 +20,7 @@ from pallas_kernels.key_share import KeyShare
 from pallas_kernels.layouts import lane_pieces
 from pallas_kernels.mask import PageRun
 from pallas_kernels.packed_pages import tokens_of_pages
+from pallas_kernels.slab_pages import is_in_slabs
 
 # What is out of bounds is clipped by the gather itself; columns beyond the run are replaced below.
 _CLIP = "promise_in_bounds"
@@ -91,16 +92,18 @@ class PagedTiles:
 
     def keys(self, ids: jax.Array) -> jax.Array:  # int32[n] -> float32[n, slots, num_kv_heads * head_dim]
         """K of whole pages; of split ones in a gather that XLA can merge with what is made of it."""
-        if len(self.pages) == 2:
+        if len(self.pages) == 2 and not is_in_slabs(self.pages):
             array = self.pages[0]
             return array.reshape(*array.shape[:2], -1).at[ids].get(mode=_CLIP).astype(jnp.float32)
-        k, _ = self._unpacked(self.pages[0].at[ids].get(mode=_CLIP))
+        k, _ = self.at_pages(ids)
         return k.reshape(*k.shape[:2], -1).astype(jnp.float32)
 
     def values(self, ids: jax.Array, slot: int) -> jax.Array:  # int32[n] -> float32[n, num_kv_heads, head_dim_v]
         """V of one slot of pages, likewise."""
         if len(self.pages) == 2:
-            return self.pages[1][:, slot].at[ids].get(mode=_CLIP).astype(jnp.float32)
+            array = self.pages[1]
+            slots = array.at[ids, slot] if is_in_slabs(array) else array[:, slot].at[ids]
+            return slots.get(mode=_CLIP).astype(jnp.float32)
         tokens = self.page_size // self.pages[0].shape[1]
         _, v = self._unpacked(self.pages[0].at[ids, slot // tokens].get(mode=_CLIP)[:, None])
         return v[:, slot % tokens].astype(jnp.float32)

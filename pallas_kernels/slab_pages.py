@@ -18,15 +18,15 @@ that are named, never of the memory. `SlabArray.whole` is for kernels that take 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import TPU_LANES, PageLayout, cdiv, dtype_bits
+from pallas_kernels.layouts import TPU_LANES, cdiv, dtype_bits
 
 LANES = TPU_LANES
 WORD_BYTES = 4
@@ -60,13 +60,17 @@ def rows_of(count: int, dtype: str) -> int:
     return cdiv(count * dtype_bits(dtype), 8 * ROW_BYTES)
 
 
-def places_of(layout: PageLayout, blocks_per_slab: int) -> tuple[PlaceInSlab, ...]:
-    """Where the arrays of a device's layout lie in a slab, one after another in every page."""
-    sizes = [rows_of(math.prod(array.page_shape), array.dtype) for array in layout.arrays]
-    packs = layout.platform == "tpu"
+def places_of(
+    arrays: Sequence[tuple[tuple[int, ...], str]],  # page shape on one device, dtype
+    blocks_per_slab: int,
+    *,
+    packs: bool,
+) -> tuple[PlaceInSlab, ...]:
+    """Where the arrays of a layer lie in a slab, one after another in every page."""
+    sizes = [rows_of(math.prod(shape), dtype) for shape, dtype in arrays]
     return tuple(
-        PlaceInSlab(array.page_shape, array.dtype, blocks_per_slab, sum(sizes), sum(sizes[:i]), packs)
-        for i, array in enumerate(layout.arrays)
+        PlaceInSlab(shape, dtype, blocks_per_slab, sum(sizes), sum(sizes[:i]), packs)
+        for i, (shape, dtype) in enumerate(arrays)
     )
 
 
@@ -140,10 +144,16 @@ class _Items:
     array: SlabArray
     index: tuple[Any, ...]
 
+    @property
+    def _window(self) -> _Window | None:
+        if any(isinstance(place, slice) for place in self.index):
+            return None
+        return _Window.of(self.array.place, len(self.index))
+
     def get(self, mode: str | None = None) -> jax.Array:
         """[..., *rest]; places out of range are clipped."""
         del mode
-        window = _Window.of(self.array.place, len(self.index))
+        window = self._window
         if window is None:
             return self.array.whole()[self.index]
         ids, *places = _broadcast(self.index)
@@ -152,7 +162,7 @@ class _Items:
 
     def set(self, values: jax.Array, mode: str | None = None) -> SlabArray:
         """The array with `values` [..., *rest] there; pages out of range are dropped."""
-        array, window = self.array, _Window.of(self.array.place, len(self.index))
+        array, window = self.array, self._window
         if window is None:
             return array.with_whole(array.whole().at[self.index].set(values, mode=mode))
         ids, *places = _broadcast(self.index)
@@ -272,4 +282,29 @@ class SlabColumn:
         return replace(self, memory=array.memory)
 
 
-__all__ = ["ROW_BYTES", "PlaceInSlab", "SlabArray", "SlabColumn", "places_of", "rows_of"]
+def page_arrays(pages: Any) -> tuple[jax.Array, ...]:
+    """The arrays of a layer's pages as the ops keep them; a `SlabColumn` passes for a tuple of arrays."""
+    return cast(tuple[jax.Array, ...], pages if isinstance(pages, SlabColumn) else tuple(pages))
+
+
+def replaced(pages: Any, i: int, array: Any) -> tuple[jax.Array, ...]:
+    """The pages once array `i` of them was written."""
+    return page_arrays(pages.after(array) if isinstance(pages, SlabColumn) else (*pages[:i], array, *pages[i + 1 :]))
+
+
+def is_in_slabs(pages: Any) -> bool:
+    """Whether a layer's pages, or an array of them, lie in slabs."""
+    return isinstance(pages, SlabColumn | SlabArray)
+
+
+__all__ = [
+    "ROW_BYTES",
+    "PlaceInSlab",
+    "SlabArray",
+    "SlabColumn",
+    "is_in_slabs",
+    "page_arrays",
+    "places_of",
+    "replaced",
+    "rows_of",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 _Tree = TypeVar("_Tree")
 
 
-def vary_like(carry: _Tree, *sources: jax.Array) -> _Tree:
+def vary_like(carry: _Tree, *sources: Any) -> _Tree:
     """`carry` unchanged in value, varying over every mesh axis that a leaf of it or of `sources` varies over.
 
     It adds a zero that is made like each of them, which is free outside `shard_map`, where nothing varies. Arrays of
@@ -18,7 +18,7 @@ def vary_like(carry: _Tree, *sources: jax.Array) -> _Tree:
     """
     zeros = [
         jnp.zeros_like(leaf, dtype=jnp.float32, shape=())
-        for leaf in (*jax.tree.leaves(carry), *sources)
+        for leaf in jax.tree.leaves((carry, sources))
         if isinstance(leaf, jax.core.Tracer)
     ]
     if not zeros:

@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_kernels.latent_pages import LatentPages, state_slots
 from pallas_kernels.schedule import Batch
+from pallas_kernels.slab_pages import replaced
 from pallas_kernels.token_places import TokenPlaces
 
 _AT_ONCE = 16  # entries
@@ -65,7 +66,7 @@ def compressor_update(
         return jnp.where(entry >= 0, jnp.sum(weights * kv, axis=0), 0.0)
 
     entries = lax.map(lambda names: pool(*names), (seq, entry), batch_size=at_once)
-    return entries, jnp.where(entry >= 0, entry * ratio, -1), (array,)
+    return entries, jnp.where(entry >= 0, entry * ratio, -1), replaced(pages, 0, array)
 
 
 def biased_states(kv: jax.Array, scores: jax.Array, batch: Batch, position_bias: jax.Array) -> jax.Array:

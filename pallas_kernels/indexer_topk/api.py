@@ -17,6 +17,7 @@ from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.indexer_topk import reference, validate, xla_topk
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.lazy import lazy
+from pallas_kernels.slab_pages import page_arrays
 from pallas_kernels.xla.walks import path_over
 
 if TYPE_CHECKING:
@@ -58,13 +59,13 @@ def indexer_topk(
     latent = validate.check(q, weights, pages, step, topk, tokens_per_state, entries, page_size)
     options: dict[str, Any] = {"topk": int(topk), "tokens_per_state": int(tokens_per_state), "entries": entries}
     options["page_size"] = latent.page_size
-    path = path_over(block_tables, tuple(pages), "index keys")
+    path = path_over(block_tables, page_arrays(pages), "index keys")
     reasons = {
-        "tpu": lambda: kernel_tpu.reason_not_supported(q, tuple(pages), block_tables, **options),
+        "tpu": lambda: kernel_tpu.reason_not_supported(q, page_arrays(pages), block_tables, **options),
         "triton": lambda: triton_scores.reason_not_supported(entries, latent.array),
     }
     chosen = resolve_backend(validate.OP, backend, reasons, path)
-    arguments = (q, weights, tuple(pages), *step)
+    arguments = (q, weights, page_arrays(pages), *step)
     if chosen == "tpu":
         chosen = memory.with_room(validate.OP, backend, kernel_tpu.indexer_topk, *arguments, **options)
     if chosen == "tpu":

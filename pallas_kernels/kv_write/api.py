@@ -13,6 +13,7 @@ from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.kv_write import reference, validate
 from pallas_kernels.lazy import lazy
+from pallas_kernels.slab_pages import page_arrays
 
 if TYPE_CHECKING:
     from pallas_kernels.kv_write import kernel_tpu
@@ -48,7 +49,7 @@ def kv_write(
         "gpu": None if len(pages) == 2 else "GPU kernels write split K and V pages, got packed ones",  # XLA's scatter
     }
     chosen = resolve_backend(validate.OP, backend, kernels)
-    arguments, scales = (new_k, new_v, tuple(pages), slot_mapping), {"k_scale": k_scale, "v_scale": v_scale}
+    arguments, scales = (new_k, new_v, page_arrays(pages), slot_mapping), {"k_scale": k_scale, "v_scale": v_scale}
     if chosen == "tpu":
         chosen = memory.with_room(validate.OP, backend, kernel_tpu.kv_write, *arguments, **scales)
     return (kernel_tpu.kv_write if chosen == "tpu" else reference.kv_write)(*arguments, **scales)

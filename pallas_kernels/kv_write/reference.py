@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.checks import page_tokens
 from pallas_kernels.layouts import lane_pieces, tokens_per_row
 from pallas_kernels.packed_pages import kv_rows, pages_of_tokens
+from pallas_kernels.slab_pages import replaced
 from pallas_kernels.stored_numbers import stored
 
 
@@ -34,8 +35,10 @@ def kv_write(
     else:
         rows = (packed_rows(new_k, new_v, pages[0], k_scale, v_scale),)
         if page_size != pages[0].shape[1]:
-            return (_with_parts_of_rows(pages[0], rows[0], page, offset),)
-    return tuple(p.at[page, offset].set(x, mode="drop") for p, x in zip(pages, rows, strict=True))
+            return replaced(pages, 0, _with_parts_of_rows(pages[0], rows[0], page, offset))
+    for i, x in enumerate(rows):
+        pages = replaced(pages, i, pages[i].at[page, offset].set(x, mode="drop"))
+    return pages
 
 
 def packed_rows(

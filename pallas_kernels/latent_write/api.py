@@ -14,6 +14,7 @@ from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import reference, validate
 from pallas_kernels.lazy import lazy
+from pallas_kernels.slab_pages import page_arrays
 
 if TYPE_CHECKING:
     from pallas_kernels.latent_write import kernel_tpu
@@ -49,7 +50,7 @@ def latent_write(
         "gpu": None if pages[0].ndim == 3 else packed,  # XLA's scatter
     }
     chosen = resolve_backend(validate.OP, backend, kernels)
-    arguments = (states, tuple(pages), slot_mapping, scale)
+    arguments = (states, page_arrays(pages), slot_mapping, scale)
     options: dict[str, Any] = {"entries": entries, "page_size": page_size}
     if chosen == "tpu":
         chosen = memory.with_room(validate.OP, backend, kernel_tpu.latent_write, *arguments, **options)

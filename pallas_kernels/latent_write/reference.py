@@ -8,6 +8,7 @@ import jax
 
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_pages import LatentPages
+from pallas_kernels.slab_pages import replaced
 
 
 @functools.partial(jax.jit, static_argnames=("entries", "page_size"))
@@ -22,4 +23,4 @@ def latent_write(
 ) -> tuple[jax.Array, ...]:
     """As `pallas_kernels.latent_write.latent_write`."""
     rows = entries.encode(states)
-    return (LatentPages(pages[0], page_size, rows.shape[-1]).write(rows, slot_mapping, scale),)
+    return replaced(pages, 0, LatentPages(pages[0], page_size, rows.shape[-1]).write(rows, slot_mapping, scale))

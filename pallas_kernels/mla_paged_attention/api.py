@@ -30,6 +30,7 @@ from pallas_kernels.latent_write import latent_write
 from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import reference, validate, xla_attention
+from pallas_kernels.slab_pages import page_arrays
 from pallas_kernels.xla.walks import path_over
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def plan(
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
     attention_checks.check_decode(validate.OP, q_nope.shape[0], query_start_loc, distribution, is_decode)
-    xla = path_over(block_tables, tuple(pages))
+    xla = path_over(block_tables, page_arrays(pages))
     chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla)
     if chosen in ("tpu", "reference") and is_decode and q_nope.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q_nope.shape[0])
@@ -124,7 +125,8 @@ def mla_paged_attention(
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size * context_size, *step)
     validate.check_per_head(q_nope.shape[1], sinks, k_scale)
-    xla = path_over(block_tables, tuple(pages))
+    pages = page_arrays(pages)
+    xla = path_over(block_tables, pages)
     chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask, share), xla)
     options: dict[str, Any] = {
         "mask": mask,
@@ -134,7 +136,7 @@ def mla_paged_attention(
         "k_scale": k_scale,
         "page_size": latent.page_size,
     }
-    arguments = (q_nope, q_pe, tuple(pages), *step)
+    arguments = (q_nope, q_pe, pages, *step)
     of_plain = options | {"share": share}
     is_decode = chosen in ("tpu", "reference") and is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
     of_tpu = of_plain | {"return_lse": return_lse, "is_decode": is_decode}
@@ -142,19 +144,17 @@ def mla_paged_attention(
         chosen = memory.with_room(validate.OP, backend, kernel_tpu.mla_paged_attention, *arguments, **of_tpu)
     if new_kv is not None and slot_mapping is not None:
         states = jnp.concatenate(new_kv, axis=-1)
-        pages = latent_write(
-            states, tuple(pages), slot_mapping, scale=k_scale, page_size=latent.page_size, backend=backend
-        )
+        pages = latent_write(states, pages, slot_mapping, scale=k_scale, page_size=latent.page_size, backend=backend)
     if chosen == "tpu":
-        out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_tpu)
+        out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, pages, *step, **of_tpu)
     elif chosen == "gpu":
-        out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, schedule=schedule)
+        out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, pages, *step, **options, schedule=schedule)
     elif chosen in ("xla", "triton"):
         of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None
-        out, lse = xla_attention.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain)
+        out, lse = xla_attention.mla_paged_attention(q_nope, q_pe, pages, *step, **of_plain)
     else:
-        out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain, is_decode=is_decode)
-    return AttentionOutput(out, lse if return_lse else None, tuple(pages))
+        out, lse = reference.mla_paged_attention(q_nope, q_pe, pages, *step, **of_plain, is_decode=is_decode)
+    return AttentionOutput(out, lse if return_lse else None, pages)
 
 
 def _reasons(

@@ -44,7 +44,7 @@ def check_values(op: str, pages: jax.Array, page_ids: jax.Array, values: jax.Arr
     """Raises ValueError unless there is a page of values, in the pages' dtype, for each id."""
     check_ids(op, "page_ids", pages, page_ids)
     checks.check_array(op, "values", values, (page_ids.shape[0], *pages.shape[1:]), "[n, *page_shape]")
-    if jnp.result_type(values) != pages.dtype:
+    if checks.dtype_of(values) != pages.dtype:
         raise ValueError(f"{op}: expected values of the pages' dtype {pages.dtype}, got {jnp.result_type(values)}")
     known = checks.concrete(page_ids)
     if known is not None:

@@ -25,6 +25,7 @@ from pallas_kernels.kv_write.validate import check as check_write
 from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import reference, validate, xla_attention
+from pallas_kernels.slab_pages import page_arrays, replaced
 from pallas_kernels.xla.walks import path_over
 
 if TYPE_CHECKING:
@@ -156,13 +157,13 @@ def ragged_paged_attention(
         check_write(*new_kv, pages, slot_mapping, k_scale, v_scale)
     if chosen == "tpu":
         kernel = kernel_tpu.ragged_paged_attention
-        chosen = memory.with_room(validate.OP, backend, kernel, q, tuple(pages), *step, **of_tpu)
+        chosen = memory.with_room(validate.OP, backend, kernel, q, page_arrays(pages), *step, **of_tpu)
     if new_kv is not None and slot_mapping is not None and chosen != "tpu":
         pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
-    arguments = (q, tuple(pages), *step)
+    arguments = (q, page_arrays(pages), *step)
     if chosen == "tpu":
         out, lse, written = kernel(*arguments, **of_tpu)
-        pages = pages if written is None else (written,)
+        pages = pages if written is None else replaced(pages, 0, written)
     elif chosen == "gpu":
         of_gpu = options | {"return_lse": return_lse, "schedule": schedule}
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **of_gpu)
@@ -171,7 +172,7 @@ def ragged_paged_attention(
         out, lse = xla_attention.ragged_paged_attention(*arguments, **of_plain)
     else:
         out, lse = reference.ragged_paged_attention(*arguments, **of_plain, is_decode=is_decode)
-    return AttentionOutput(out, lse if return_lse else None, tuple(pages))
+    return AttentionOutput(out, lse if return_lse else None, page_arrays(pages))
 
 
 def _reasons(

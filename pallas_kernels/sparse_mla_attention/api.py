@@ -23,6 +23,7 @@ from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.lazy import lazy
+from pallas_kernels.slab_pages import page_arrays
 from pallas_kernels.sparse_mla_attention import reference, validate, xla_attention
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
 
@@ -74,7 +75,7 @@ def plan_work(
         "gpu": lambda: _reason_of_gpu(backend, q, pages, compressed_pages, entries),
     }
     xla = xla_attention.path_over(
-        q, tuple(pages), sliding_window, options["entry_page_size"], compressed_tables, num_picks
+        q, page_arrays(pages), sliding_window, options["entry_page_size"], compressed_tables, num_picks
     )
     if resolve_backend(validate.OP, backend, reasons, xla) != "gpu":
         return None
@@ -122,6 +123,7 @@ def sparse_mla_attention(
     """
     attention_checks.check_scalars(validate.OP, sm_scale, None)
     latent = validate.check_window(q, pages, sliding_window, entries, page_size)
+    pages = page_arrays(pages)
     compressed = validate.check_compressed(
         q, compressed_pages, compressed_tables, tokens_per_state, topk_indices, entries, compressed_page_size
     )
@@ -146,9 +148,10 @@ def sparse_mla_attention(
     }
     num_picks = None if topk_indices is None else topk_indices.shape[1]
     named = (sliding_window, options["entry_page_size"], compressed_tables, num_picks)
-    xla = xla_attention.path_over(q, tuple(pages), *named)
+    xla = xla_attention.path_over(q, pages, *named)
     chosen = resolve_backend(validate.OP, backend, reasons, xla)
-    arguments = (q, tuple(pages), schedule, None if compressed is None else (compressed.array,), *arrays[1:], sinks)
+    entry_pages = None if compressed is None else (compressed.array,)
+    arguments = (q, pages, schedule, entry_pages, *arrays[1:], sinks)
     of_tpu = options | {
         "sm_scale": float(sm_scale),
         "sliding_window": int(sliding_window),
@@ -157,10 +160,8 @@ def sparse_mla_attention(
     if chosen == "tpu":
         chosen = memory.with_room(validate.OP, backend, kernel_tpu.sparse_mla_attention, *arguments, **of_tpu)
     if new_kv is not None and slot_mapping is not None:
-        pages = latent_write(
-            new_kv, tuple(pages), slot_mapping, entries=entries, page_size=latent.page_size, backend=backend
-        )
-        arguments = (q, tuple(pages), *arguments[2:])
+        pages = latent_write(new_kv, pages, slot_mapping, entries=entries, page_size=latent.page_size, backend=backend)
+        arguments = (q, pages, *arguments[2:])
     if chosen == "tpu":
         out, lse = kernel_tpu.sparse_mla_attention(*arguments, **of_tpu)
     elif chosen == "gpu":
@@ -168,7 +169,7 @@ def sparse_mla_attention(
     else:
         plain = xla_attention if chosen == "xla" else reference
         out, lse = plain.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
-    return AttentionOutput(out, lse if return_lse else None, tuple(pages))
+    return AttentionOutput(out, lse if return_lse else None, pages)
 
 
 def _reason_of_gpu(backend: str, *arguments: Any) -> str | None:

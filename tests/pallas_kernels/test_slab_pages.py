@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layouts import PageLayout, attention_layout, latent_layout, recurrent_layout
-from pallas_kernels.slab_pages import SlabArray, SlabColumn, places_of
+from pallas_kernels.slab_pages import PlaceInSlab, SlabArray, SlabColumn, places_of
 
 SLABS = 4
 LAYOUTS = {
@@ -26,9 +26,14 @@ LAYOUTS = {
 }
 
 
+def places_of_layout(layout: PageLayout, blocks_per_slab: int) -> tuple[PlaceInSlab, ...]:
+    arrays = [(array.page_shape, array.dtype) for array in layout.arrays]
+    return places_of(arrays, blocks_per_slab, packs=layout.platform == "tpu")
+
+
 def column_of(layout: PageLayout, rng: np.random.Generator, blocks_per_slab: int, rest: int = 3) -> SlabColumn:
     """Of random bits: what another kind left there."""
-    places = places_of(layout, blocks_per_slab)
+    places = places_of_layout(layout, blocks_per_slab)
     rows = blocks_per_slab * places[0].page_rows + rest
     return SlabColumn(jnp.asarray(rng.integers(2**32, size=(SLABS, rows, 128), dtype=np.uint32)), places)
 
@@ -91,7 +96,7 @@ def test_places_in_pages_are_written_and_read_as_in_arrays_of_their_own(name: st
 def test_rows_of_words_hold_packed_numbers_lowest_bits_first() -> None:
     """As a TPU kernel sees them, which takes a row of words for `packing` rows of numbers."""
     layout = attention_layout(num_kv_heads=1, head_dim=128, page_size=2, dtype="bfloat16", platform="tpu")
-    (place,) = places_of(layout, 1)
+    (place,) = places_of_layout(layout, 1)
     numbers = jnp.arange(2 * 2 * 128, dtype=jnp.float32).astype(jnp.bfloat16).reshape(1, 2, 1, 2, 128)
     array = SlabArray(jnp.zeros((2, 2, 128), jnp.uint32), place).at[jnp.array([1])].set(numbers)
     k, v = np.asarray(numbers).view(np.uint16).astype(np.uint32)[0, :, 0].swapaxes(0, 1)
