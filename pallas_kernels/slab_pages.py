@@ -10,9 +10,10 @@ it starts `first_row` rows of 128 words into the `page_rows` rows of the page:
     slab of pages     | page 0: K rows, V rows | page 1: K rows, V rows | ...            | rest |
     slab of a state   | convolution's rows, recurrence's rows                            | rest |
 
-Numbers lie in words one after another; where a platform packs them (`packs`, TPU) a row of words holds `packing` rows
-of 128 numbers, the lowest bits the first. Words are gathered before they are converted: the cost is that of the pages
-that are named, never of the memory. `SlabArray.whole` is for kernels that take arrays alone.
+Numbers lie in words one after another. A TPU packs them (`packs`): a row of words holds `packing` rows of 128 numbers,
+the lowest bits the first, and states that do not end with whole lanes lie as `PlaceInSlab.stored_shape` says. Words are
+gathered before they are converted: the cost is that of the pages that are named, never of the memory.
+`SlabArray.whole` is for kernels that take arrays alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PlaceInSlab:
     blocks_per_slab: int
     page_rows: int  # rows of 128 words from one page to the next
     first_row: int  # of the array in a page
-    packs: bool  # whether `packing` rows of numbers share a row of words
+    packs: bool  # whether numbers lie as TPU kernels take them
 
     @property
     def packing(self) -> int:
@@ -53,6 +54,34 @@ class PlaceInSlab:
     def num_rows(self) -> int:
         """Rows of words that a page of the array takes."""
         return rows_of(math.prod(self.page_shape), self.dtype)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of a page's numbers as they lie.
+
+        On TPU a page [..., R, C] is [..., R / 128, C, 128] where R are whole lanes and C are not: channels are lanes.
+        """
+        if not self.lies_by_lanes:
+            return self.page_shape
+        *leading, rows, columns = self.page_shape
+        return (*leading, rows // LANES, columns, LANES)
+
+    @property
+    def lies_by_lanes(self) -> bool:
+        """Whether `stored_shape` is another than that of the page."""
+        *_, rows, columns = (1, *self.page_shape)
+        return self.packs and columns % LANES != 0 and rows % LANES == 0
+
+    def as_stored(self, pages: jax.Array) -> jax.Array:
+        """[n, *stored_shape] of [n, *page_shape]."""
+        if not self.lies_by_lanes:
+            return pages
+        *leading, rows, columns = pages.shape
+        return pages.reshape(*leading, rows // LANES, LANES, columns).swapaxes(-2, -1)
+
+    def from_stored(self, stored: jax.Array) -> jax.Array:
+        """What `as_stored` was given."""
+        return stored.swapaxes(-2, -1).reshape(-1, *self.page_shape) if self.lies_by_lanes else stored
 
 
 def rows_of(count: int, dtype: str) -> int:
@@ -182,6 +211,8 @@ class _Window:
     @classmethod
     def of(cls, place: PlaceInSlab, num_indexed: int) -> _Window | None:
         """None: it begins or ends within a word."""
+        if place.lies_by_lanes and num_indexed > 1:
+            return None
         shape = place.page_shape[num_indexed - 1 :]
         numbers = [math.prod(place.page_shape[i:]) for i in range(1, num_indexed)]
         packing = place.packing
@@ -237,27 +268,36 @@ def _broadcast(index: tuple[Any, ...]) -> list[jax.Array]:
 
 
 def _numbers(words: jax.Array, place: PlaceInSlab, shape: tuple[int, ...]) -> jax.Array:
-    """[n, *shape] in the place's dtype of uint32[n, words]."""
+    """[n, *shape] in the place's dtype of uint32[n, words]; moved as integers, so that all bits stay."""
     n, packing = words.shape[0], place.packing
     if place.packs and packing > 1:
         words = words.reshape(n, -1, LANES)
-    numbers = lax.bitcast_convert_type(words, jnp.dtype(place.dtype))
+    numbers = lax.bitcast_convert_type(words, _integer(place.dtype))
     if place.packs and packing > 1:
         numbers = numbers.swapaxes(2, 3)
-    return numbers.reshape(n, -1)[:, : math.prod(shape)].reshape(n, *shape)
+    numbers = numbers.reshape(n, -1)[:, : math.prod(shape)]
+    if place.lies_by_lanes:
+        numbers = place.from_stored(numbers.reshape(n, *place.stored_shape))
+    return lax.bitcast_convert_type(numbers.reshape(n, *shape), jnp.dtype(place.dtype))
 
 
 def _words(numbers: jax.Array, place: PlaceInSlab) -> jax.Array:
     """uint32[n, words] of [n, *shape], filled up with zeros."""
     n, packing = numbers.shape[0], place.packing
+    numbers = lax.bitcast_convert_type(numbers, _integer(place.dtype))
+    flat = place.as_stored(numbers).reshape(n, -1)
     if packing == 1:
-        return lax.bitcast_convert_type(numbers, jnp.uint32).reshape(n, -1)
-    flat = numbers.reshape(n, -1)
+        return flat
     unit = packing * LANES if place.packs else packing
     flat = jnp.pad(flat, [(0, 0), (0, -flat.shape[1] % unit)])
     if place.packs:
         return lax.bitcast_convert_type(flat.reshape(n, -1, packing, LANES).swapaxes(2, 3), jnp.uint32).reshape(n, -1)
     return lax.bitcast_convert_type(flat.reshape(n, -1, packing), jnp.uint32)
+
+
+def _integer(dtype: str) -> jnp.dtype:
+    """The unsigned integers of as many bits."""
+    return jnp.dtype(f"uint{dtype_bits(dtype)}")
 
 
 @jax.tree_util.register_dataclass

@@ -11,6 +11,11 @@ from pallas_kernels.layouts import PageLayout, attention_layout, latent_layout, 
 from pallas_kernels.slab_pages import PlaceInSlab, SlabArray, SlabColumn, places_of
 
 SLABS = 4
+STATES_ON_TPU = {
+    "states on TPU": recurrent_layout(shapes=((256, 3), (2, 8, 128)), dtypes=("bfloat16", "float32")),
+    "states of channels on TPU": recurrent_layout(shapes=((128, 3), (128, 16)), dtypes=("bfloat16", "float32")),
+    "narrow states on TPU": recurrent_layout(shapes=((24, 3), (2, 8, 16)), dtypes=("float32", "bfloat16")),
+}
 LAYOUTS = {
     "K and V in words": attention_layout(num_kv_heads=2, head_dim=16, page_size=4, dtype="bfloat16"),
     "K and V in rows": attention_layout(num_kv_heads=2, head_dim=128, page_size=4, dtype="float32"),
@@ -22,13 +27,13 @@ LAYOUTS = {
     "latents": latent_layout(head_dim=40, page_size=4, dtype="bfloat16"),
     "packed latents": latent_layout(head_dim=192, page_size=5, dtype="bfloat16", platform="tpu"),
     "states": recurrent_layout(shapes=((24, 3), (2, 8, 16)), dtypes=("bfloat16", "float32")),
-    "states on TPU": recurrent_layout(shapes=((24, 3), (2, 8, 128)), dtypes=("bfloat16", "float32"), platform="tpu"),
+    **STATES_ON_TPU,
 }
 
 
 def places_of_layout(layout: PageLayout, blocks_per_slab: int) -> tuple[PlaceInSlab, ...]:
     arrays = [(array.page_shape, array.dtype) for array in layout.arrays]
-    return places_of(arrays, blocks_per_slab, packs=layout.platform == "tpu")
+    return places_of(arrays, blocks_per_slab, packs=layout.platform == "tpu" or layout in STATES_ON_TPU.values())
 
 
 def column_of(layout: PageLayout, rng: np.random.Generator, blocks_per_slab: int, rest: int = 3) -> SlabColumn:
@@ -101,6 +106,15 @@ def test_rows_of_words_hold_packed_numbers_lowest_bits_first() -> None:
     array = SlabArray(jnp.zeros((2, 2, 128), jnp.uint32), place).at[jnp.array([1])].set(numbers)
     k, v = np.asarray(numbers).view(np.uint16).astype(np.uint32)[0, :, 0].swapaxes(0, 1)
     np.testing.assert_array_equal(np.asarray(array.memory[1]), k | v << 16)
+
+
+def test_channels_of_states_are_lanes_on_tpu() -> None:
+    """As kernels take them: 128 channels in a row, all numbers of these channels before those of the next."""
+    (place,) = places_of([((256, 3), "float32")], 1, packs=True)
+    states = jnp.arange(256 * 3, dtype=jnp.float32).reshape(1, 256, 3)
+    array = SlabArray(jnp.zeros((2, 8, 128), jnp.uint32), place).at[jnp.array([1])].set(states)
+    rows = np.asarray(array.memory[1, :6]).view(np.float32).reshape(2, 3, 128)
+    np.testing.assert_array_equal(rows, np.asarray(states).reshape(2, 128, 3).swapaxes(1, 2))
 
 
 def test_a_jitted_loop_that_is_given_the_memory_changes_it_in_place() -> None:
