@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 TPU_LANES = 128
 TPU_WORD_BITS = 32
+ROW_BYTES = TPU_LANES * TPU_WORD_BITS // 8
 
 _DTYPE_BITS = {
     "float32": 32,
@@ -104,6 +105,11 @@ class PageLayout:
     def page_bytes(self) -> int:
         """Bytes that one page of the column takes on the device, padding included."""
         return sum(array.page_bytes for array in self.arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one page whose arrays begin with rows of 128 words, as they do in slabs."""
+        return sum(cdiv(array.page_bytes, ROW_BYTES) * ROW_BYTES for array in self.arrays)
 
     @property
     def platform(self) -> str:

@@ -27,11 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import TPU_LANES, cdiv, dtype_bits
+from pallas_kernels.layouts import ROW_BYTES, TPU_LANES, cdiv, dtype_bits
 
-LANES = TPU_LANES
-WORD_BYTES = 4
-ROW_BYTES = WORD_BYTES * LANES
+LANES = TPU_LANES  # words of a row
 
 
 @dataclass(frozen=True)
@@ -338,7 +336,6 @@ def is_in_slabs(pages: Any) -> bool:
 
 
 __all__ = [
-    "ROW_BYTES",
     "PlaceInSlab",
     "SlabArray",
     "SlabColumn",

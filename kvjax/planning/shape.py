@@ -30,6 +30,7 @@ class LayerPages:
     layer_names: tuple[str, ...]
     real_page_bytes: int  # without padding
     page_bytes: int
+    row_bytes: int  # of a page in slabs
 
     @classmethod
     def of_group(cls, group: LayerGroup, platform: str, parallel: Parallelism) -> tuple[LayerPages, ...]:
@@ -38,8 +39,9 @@ class LayerPages:
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
             names.setdefault(spec, []).append(name)
         local = {spec: share_of_page(per_device(spec, parallel.tensor), parallel.page_context) for spec in names}
+        layouts = {spec: local[spec].page_layout(platform) for spec in names}
         return tuple(
-            cls(spec, tuple(members), local[spec].page_size_bytes, local[spec].page_layout(platform).page_bytes)
+            cls(spec, tuple(members), local[spec].page_size_bytes, layouts[spec].page_bytes, layouts[spec].row_bytes)
             for spec, members in names.items()
         )
 

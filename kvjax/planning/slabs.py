@@ -28,7 +28,6 @@ from kvjax.planning.summary import KeptCache
 from kvjax.text import format_bytes
 
 TOLERATED = 0.01  # waste beyond the least
-ROW_BYTES = 512  # 128 lanes of 4 bytes: where pages begin
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,8 @@ def common_columns(specs: Mapping[str, KVCacheSpec], platform: str, hybrid: bool
 
 
 def _column_bytes(shape: CacheShape, pool_id: int) -> int:
-    """Bytes of a page of one column, on whole rows."""
-    page = max(part.page_bytes for group in shape.pool_groups(pool_id) for part in group.pages)
-    return cdiv(page, ROW_BYTES) * ROW_BYTES
+    """Bytes of a page of one column."""
+    return max(part.row_bytes for group in shape.pool_groups(pool_id) for part in group.pages)
 
 
 def _waste(slab: int, page: int) -> float:

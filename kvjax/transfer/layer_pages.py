@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.mesh.placement import Placement, per_device
@@ -29,6 +30,7 @@ from kvjax.device.pages.rank_pages import ids_among_ranks
 from kvjax.transfer.entries import Arrays, pack_entries, unpack_pages
 from pallas_kernels import page_ops
 from pallas_kernels.layouts import HEAD_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout
+from pallas_kernels.slab_pages import replaced
 
 
 @dataclass(frozen=True)
@@ -183,15 +185,14 @@ def _written(layer: LayerPages, column: Column, arrays: Arrays, page_ids: jax.Ar
     placed = tuple(jnp.take(array, taken, axis=0, mode="fill", fill_value=0) for array in arrays)
     shapes = tuple(array.shape[1:] for array in column)
     packed = pack_entries(layer.local_layout, shapes, placed)
-    return tuple(page_ops.scatter_pages(array, page_ids, values) for array, values in zip(column, packed, strict=True))
+    for i, values in enumerate(packed):
+        column = replaced(column, i, page_ops.scatter_pages(column[i], page_ids, values))
+    return column
 
 
 def _columns(
     pages: KVPages, layers: tuple[LayerPages, ...]
-) -> tuple[tuple[Column, ...], tuple[tuple[PartitionSpec, ...], ...], Mesh | AbstractMesh]:
+) -> tuple[tuple[Column, ...], tuple[Any, ...], Mesh | AbstractMesh]:
     columns = tuple(pages.column(layer.pool_id, layer.column) for layer in layers)
-    shardings: tuple[tuple[NamedSharding, ...], ...] = tuple(
-        pages.shardings[layer.pool_id][layer.column] for layer in layers
-    )
-    specs = tuple(tuple(sharding.spec for sharding in column) for column in shardings)
-    return columns, specs, shardings[0][0].mesh
+    specs = tuple(pages.specs(layer.pool_id, layer.column) for layer in layers)
+    return columns, specs, pages.shardings[0][0][0].mesh

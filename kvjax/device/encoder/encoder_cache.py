@@ -82,7 +82,7 @@ class EncoderCache:
             raise ValueError(f"layer {layer_name!r}: expected K and V of {wanted}, got {k.shape} and {v.shape}")
         pages, place = self.pages.column(group.pool_id, column), self._placement
         heads = place.head_spec(3, 1)
-        page_specs = tuple(map(place.page_spec, self._config.pools[group.pool_id].columns[column].arrays))
+        page_specs = self.pages.specs(group.pool_id, column)
         scale_specs = tuple(None if x is None else place.head_spec(x.ndim, 0) for x in (k_scale, v_scale))
 
         def write(k, v, pages, slots, k_scale, v_scale):  # type: ignore[no-untyped-def]

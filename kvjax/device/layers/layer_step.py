@@ -18,6 +18,7 @@ from kvjax.device.inputs.batch import Array, DeviceBatch, DeviceGroup
 from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.device.mesh.placement import Placement
 from kvjax.device.pages.kv_pages import Column
+from pallas_kernels.slab_pages import is_in_slabs
 
 # block_tables int32[S, P], seq_lens int32[S], query_start_loc int32[S + 1], distribution int32[3]
 StepTables: TypeAlias = tuple[Array, Array, Array, Array]
@@ -32,7 +33,7 @@ class LayerStep:
     spec: KVCacheSpec
     place: tuple[int, int]  # pool and column of its pages; layers of other groups may have the same
     pages: Column
-    page_specs: tuple[PartitionSpec, ...]  # of each of them
+    page_specs: Any  # of each of them
     page_size: int  # entries of a page, on all devices that share them
     batch: DeviceBatch
     group: DeviceGroup
@@ -65,8 +66,10 @@ class LayerStep:
         """Whether a plan of the step's tables is that of every device: not where each attends to some of them."""
         return self.placement.num_context == self.placement.num_data == 1
 
-    def shards_of(self, pages: Column) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def shards_of(self, pages: Column) -> tuple[Any, ...]:
         """Shapes of a device's part of K and V pages."""
+        if is_in_slabs(pages):
+            return pages
         num_shards = self.placement.num_shards
         return tuple(
             jax.ShapeDtypeStruct((*array.shape[:2], array.shape[2] // num_shards, *array.shape[3:]), array.dtype)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from kvjax.device.layers.layer_step import LayerStep
 from kvjax.device.pages.kv_pages import Column
+from pallas_kernels.slab_pages import is_in_slabs, replaced
 
 
 class RecurrentStep(NamedTuple):
@@ -54,7 +55,13 @@ def update_states(
 
     Raises:
         ValueError: the arrays that come back are of other shapes or dtypes.
+        NotImplementedError: several arrays at a time, which lie in slabs.
     """
+    if is_in_slabs(layer.pages) and len(arrays) > 1:
+        raise NotImplementedError(
+            f"layer {layer.name!r}: states in slabs are updated an array at a time, got arrays {tuple(arrays)}; make a "
+            "call for each, or plan with one_memory=False"
+        )
     states, batch = layer.group.states, layer.batch
     assert states is not None  # `check_states` comes first
     arrays_of_step = (batch.query_start_loc, batch.distribution, states.read, states.write, states.has_initial)
@@ -67,15 +74,17 @@ def update_states(
             raise ValueError(f"layer {layer.name!r}: expected states {wanted} back, got {got}")
         return out, tuple(after)
 
-    heads = layer.heads(2, 1)
-    state_specs = (heads,) * len(arrays)
+    def on_each(pages: Column, step: RecurrentStep, inputs: Sequence[jax.Array]) -> tuple[jax.Array, Column]:
+        out, after = checked(tuple(pages[i] for i in arrays), step, inputs)
+        for i, array in zip(arrays, after, strict=True):
+            pages = replaced(pages, i, array)
+        return out, pages
+
+    heads, page_specs = layer.heads(2, 1), layer.page_specs
     input_specs = tuple(map(partial(_input_spec, layer), head_dims))
-    update_on_each = layer.per_device(checked, (state_specs, layer.by_rank, input_specs), (heads, state_specs))
-    out, after = update_on_each(tuple(layer.pages[i] for i in arrays), step, tuple(inputs))
-    pages = list(layer.pages)
-    for i, array in zip(arrays, after, strict=True):
-        pages[i] = array
-    return out, tuple(pages)
+    update_on_each = layer.per_device(on_each, (page_specs, layer.by_rank, input_specs), (heads, page_specs))
+    out, pages = update_on_each(layer.pages, step, tuple(inputs))
+    return out, pages
 
 
 def _input_spec(layer: LayerStep, head_dim: int | None) -> PartitionSpec:

@@ -301,7 +301,7 @@ class StepCache:
             spec=group.spec_of(column),
             place=(group.pool_id, column),
             pages=self.pages.column(group.pool_id, column),
-            page_specs=tuple(map(self._placement.page_spec, layout.arrays)),
+            page_specs=self.pages.specs(group.pool_id, column),
             page_size=layout.page_size,
             batch=self._batch,
             group=self._batch.groups[group_id],

@@ -1,7 +1,7 @@
 """The page arrays of a deployment as one pytree: pools -> columns -> arrays, all with pages leading.
 
 Flow:    KVCacheConfig + Placement -> [create_pages] -> KVPages -> update step (donated) -> KVPages
-Source:  ARCHITECTURE.md, "Page arrays"
+Source:  ARCHITECTURE.md, "Page arrays", "Pages in slabs"
 
 Invariants:
 
@@ -12,16 +12,27 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.mesh.placement import Placement
 from pallas_kernels.layouts import ArrayLayout, PageLayout
+from pallas_kernels.slab_pages import LANES, PlaceInSlab, SlabColumn, places_of
 
-Column = tuple[jax.Array, ...]  # (k, v) split or (kv,) packed; each [num_blocks, *page_shape]
+# (k, v) split or (kv,) packed; each [num_blocks, *page_shape]. In slabs a `SlabColumn`, which passes for such a tuple.
+Column: TypeAlias = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """How the columns of a memory in slabs lie. Each is uint32[slabs, rows, 128] on every device."""
+
+    places: tuple[tuple[tuple[PlaceInSlab, ...], ...], ...]  # as the pools' arrays; of one device
+    sharding: NamedSharding  # of a column
 
 
 @jax.tree_util.register_dataclass
@@ -29,9 +40,20 @@ Column = tuple[jax.Array, ...]  # (k, v) split or (kv,) packed; each [num_blocks
 class KVPages:
     """All page arrays: `pools[pool_id][column]` is one layer's tuple of arrays."""
 
-    pools: tuple[tuple[Column, ...], ...]
+    arrays: tuple[Any, ...]  # what `pools` gives; where pools share slabs the columns of their memory
     # As `pools`, known while tracing too: kernels run once per device on its part of the arrays.
     shardings: tuple[tuple[tuple[NamedSharding, ...], ...], ...] = field(metadata={"static": True})
+    slabs: Slabs | None = field(default=None, metadata={"static": True})
+
+    @property
+    def pools(self) -> tuple[tuple[Column, ...], ...]:
+        """The arrays by pool and column."""
+        if self.slabs is None:
+            return self.arrays
+        return tuple(
+            tuple(map(SlabColumn, self.arrays, columns))  # type: ignore[arg-type]
+            for columns in self.slabs.places
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -40,7 +62,7 @@ class KVPages:
 
     def num_pages(self, pool_id: int) -> int:
         """Pages of one pool on one data rank, the null page included."""
-        return int(self.pools[pool_id][0][0].shape[0]) // self.num_ranks
+        return int(self.column(pool_id, 0)[0].shape[0]) // self.num_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -52,25 +74,52 @@ class KVPages:
         """Arrays of one column of one pool."""
         return self.pools[pool_id][column]
 
+    def specs(self, pool_id: int, column: int) -> Any:
+        """PartitionSpecs of what `column` gives, as `jax.shard_map` takes them."""
+        if self.slabs is not None:
+            return self.slabs.sharding.spec
+        return tuple(sharding.spec for sharding in self.shardings[pool_id][column])
+
+    def page_shapes(self, pool_id: int) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """Shape and dtype of one page of every array of a pool, over all devices that split it."""
+
+        def one(array: jax.Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            shape = array.shape[1:]
+            if self.slabs is not None:
+                shape = tuple(size * _num_parts(sharding, 1 + dim) for dim, size in enumerate(shape))
+            return jax.ShapeDtypeStruct(shape, array.dtype)
+
+        return tuple(
+            tuple(map(one, column, of_column))
+            for column, of_column in zip(self.pools[pool_id], self.shardings[pool_id], strict=True)
+        )
+
     def with_column(self, pool_id: int, column: int, arrays: Column) -> KVPages:
         """The same pages but for one column."""
-        columns = self.pools[pool_id]
-        return self.with_pool(pool_id, (*columns[:column], arrays, *columns[column + 1 :]))
+        if isinstance(arrays, SlabColumn):
+            return replace(self, arrays=_with(self.arrays, column, arrays.memory))
+        columns = _with(self.arrays[pool_id], column, arrays)
+        return replace(self, arrays=_with(self.arrays, pool_id, columns))
 
     def with_pool(self, pool_id: int, columns: tuple[Column, ...]) -> KVPages:
         """The same pages but for one pool."""
-        return replace(self, pools=(*self.pools[:pool_id], columns, *self.pools[pool_id + 1 :]))
+        pages = self
+        for column, arrays in enumerate(columns):
+            pages = pages.with_column(pool_id, column, arrays)
+        return pages
+
+
+def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:place], item, *items[place + 1 :])
+
+
+def _num_parts(sharding: NamedSharding, dim: int) -> int:
+    axis = sharding.spec[dim] if dim < len(sharding.spec) else None
+    return 1 if axis is None else int(sharding.mesh.shape[axis])
 
 
 def check_columns(kv_cache_config: KVCacheConfig, placement: Placement) -> None:
-    """Raises ValueError unless every layer has a column of its own layout that splits over the placement.
-
-    Raises NotImplementedError where pools share slabs: each would have arrays as large as the memory.
-    """
-    if kv_cache_config.slabs is not None:
-        raise NotImplementedError(
-            f"expected pools with arrays of their own, got {kv_cache_config.slabs}; plan with one_memory=False"
-        )
+    """Raises ValueError unless every layer has a column of its own layout that splits over the placement."""
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         columns = kv_cache_config.pools[group.pool_id].columns
         if len(columns) < len(group.layer_names):
@@ -95,25 +144,37 @@ def page_shardings(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPa
         return tuple(NamedSharding(placement.mesh, placement.page_spec(array)) for array in layout.arrays)
 
     pools = tuple(tuple(column(layout) for layout in pool.columns) for pool in kv_cache_config.pools)
-    return KVPages(pools, pools)  # type: ignore[arg-type]
+    slabs = _slabs(kv_cache_config, placement)
+    if slabs is None:
+        return KVPages(pools, pools)
+    num_columns = max(map(len, slabs.places))
+    return KVPages((slabs.sharding,) * num_columns, pools, slabs)
+
+
+def array_shapes(kv_cache_config: KVCacheConfig, placement: Placement) -> tuple[tuple[Any, ...], ...]:
+    """The ShapeDtypeStruct of each array of pages, by pool and column; in slabs of what `SlabArray` passes for."""
+
+    def shape(array: ArrayLayout, num_blocks: int) -> jax.ShapeDtypeStruct:
+        shape, sharding = array.shape(num_blocks * placement.num_data), placement.page_spec(array)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype), sharding=NamedSharding(placement.mesh, sharding))
+
+    return tuple(
+        tuple(tuple(shape(array, pool.num_blocks) for array in layout.arrays) for layout in pool.columns)
+        for pool in kv_cache_config.pools
+    )
 
 
 def page_shapes(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages:
     """A KVPages whose leaves are the ShapeDtypeStruct of each array, to compile for devices that are not here."""
-    shardings = page_shardings(kv_cache_config, placement)
-
-    def shape(array: ArrayLayout, num_blocks: int, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        shape = array.shape(num_blocks * placement.num_data)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype), sharding=sharding)
-
-    pools = tuple(
-        tuple(
-            tuple(shape(array, pool.num_blocks, to) for array, to in zip(layout.arrays, column, strict=True))
-            for layout, column in zip(pool.columns, columns, strict=True)
-        )
-        for pool, columns in zip(kv_cache_config.pools, shardings.shardings, strict=True)
+    pages = page_shardings(kv_cache_config, placement)
+    if pages.slabs is None or kv_cache_config.slabs is None:
+        return replace(pages, arrays=array_shapes(kv_cache_config, placement))
+    rows = max(
+        place.page_rows * place.blocks_per_slab for pool in pages.slabs.places for column in pool for place in column
     )
-    return KVPages(pools, shardings.shardings)  # type: ignore[arg-type]
+    shape = (kv_cache_config.slabs.num_slabs * placement.num_data, rows * _devices_of_page(placement), LANES)
+    memory = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=pages.slabs.sharding)
+    return replace(pages, arrays=(memory,) * len(pages.arrays))
 
 
 def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = None) -> KVPages:
@@ -121,7 +182,6 @@ def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = N
 
     Raises:
         ValueError: a pool lacks columns, a column's layout is not its layer's, or KV heads do not split evenly.
-        NotImplementedError: pools share slabs.
     """
     placement = Placement.create() if placement is None else placement
     check_columns(kv_cache_config, placement)
@@ -131,3 +191,32 @@ def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = N
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     return jax.jit(zeros, out_shardings=page_shardings(kv_cache_config, placement))()
+
+
+def _slabs(kv_cache_config: KVCacheConfig, placement: Placement) -> Slabs | None:
+    """Where the pools' arrays lie in slabs, each device's part of a page in rows of its own; None: in arrays."""
+    if kv_cache_config.slabs is None:
+        return None
+    places = tuple(
+        tuple(_places(layout, placement, count) for layout in pool.columns)
+        for pool, count in zip(kv_cache_config.pools, kv_cache_config.slabs.blocks_per_slab, strict=True)
+    )
+    axes = tuple(axis for axis in (placement.head_axis, placement.token_axis) if axis is not None)
+    spec = PartitionSpec(placement.data_axis, axes or None)
+    return Slabs(places, NamedSharding(placement.mesh, spec))
+
+
+def _places(layout: PageLayout, placement: Placement, blocks_per_slab: int) -> tuple[PlaceInSlab, ...]:
+    """Of a device's part of each array."""
+
+    def own(array: ArrayLayout) -> tuple[int, ...]:
+        sharding = NamedSharding(placement.mesh, placement.page_spec(array))
+        return tuple(size // _num_parts(sharding, 1 + dim) for dim, size in enumerate(array.page_shape))
+
+    arrays = [(own(array), array.dtype) for array in layout.arrays]
+    return places_of(arrays, blocks_per_slab, packs=layout.platform == "tpu")
+
+
+def _devices_of_page(placement: Placement) -> int:
+    """Devices that each have rows of a slab, of those of a data rank."""
+    return placement.num_shards * placement.num_context

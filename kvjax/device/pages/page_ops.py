@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from kvjax.core.tables.given_arrays import own_copy
 from kvjax.device.mesh.context_ranks import ContextRanks
@@ -26,6 +26,7 @@ from kvjax.device.mesh.transfers import hands_over
 from kvjax.device.pages.kv_pages import Column, KVPages
 from pallas_kernels import kv_write as kv_write_op
 from pallas_kernels import page_ops
+from pallas_kernels.slab_pages import replaced
 
 Array: TypeAlias = np.ndarray | jax.Array
 PAGE_COUNTS = (8, 64)
@@ -58,10 +59,9 @@ def write_own_kv(
     backend: str = "auto",
 ) -> KVPages:
     """`write_kv` of arrays that nobody writes any more."""
-    shardings = pages.shardings[pool_id][column]
-    specs = tuple(sharding.spec for sharding in shardings)
-    rows, token_axis, mesh = PartitionSpec(specs[0][0]), specs[0][1], shardings[0].mesh
-    heads = PartitionSpec(*rows, specs[0][2])
+    sharding, specs = pages.shardings[pool_id][column][0], pages.specs(pool_id, column)
+    rows, token_axis, mesh = PartitionSpec(sharding.spec[0]), sharding.spec[1], sharding.mesh
+    heads = PartitionSpec(*rows, sharding.spec[2])
 
     def write_own(k, v, arrays, slots):  # type: ignore[no-untyped-def]
         if token_axis is not None and mesh.size > 1:
@@ -83,7 +83,7 @@ def copy_pages_padded(
 ) -> KVPages:
     """`copy_pages` on ids already padded."""
     copy = partial(page_ops.copy_pages, backend=backend)
-    return pages.with_pool(pool_id, _per_device(pages, pool_id, copy, sources, destinations))
+    return _per_device(pages, pool_id, copy, sources, destinations)
 
 
 @partial(jax.jit, static_argnums=1, static_argnames="backend", donate_argnums=0)
@@ -96,7 +96,7 @@ def zero_pages_padded(
 ) -> KVPages:
     """`zero_pages` on ids already padded with -1."""
     zero = partial(page_ops.zero_pages, backend=backend)
-    return pages.with_pool(pool_id, _per_device(pages, pool_id, zero, page_ids))
+    return _per_device(pages, pool_id, zero, page_ids)
 
 
 @partial(jax.jit, static_argnums=1, static_argnames="backend")
@@ -108,7 +108,14 @@ def gather_pages_padded(
     backend: str = "auto",
 ) -> tuple[Column, ...]:
     """`gather_pages` on ids already padded; -1 gives zeros, the null page."""
-    return _per_device(pages, pool_id, partial(page_ops.gather_pages, backend=backend), page_ids)
+    specs, rows, mesh = _specs(pages, pool_id)
+
+    def gather(columns: tuple[Column, ...], page_ids: jax.Array) -> tuple[Column, ...]:
+        return tuple(tuple(page_ops.gather_pages(array, page_ids, backend=backend) for array in c) for c in columns)
+
+    outputs = jax.tree.map(lambda sharding: sharding.spec, pages.shardings[pool_id])
+    gathered: tuple[Column, ...] = per_device(gather, mesh, (specs, rows), outputs)(pages.pools[pool_id], page_ids)
+    return gathered
 
 
 @partial(jax.jit, static_argnums=1, static_argnames="backend", donate_argnums=0)
@@ -122,7 +129,7 @@ def scatter_pages_padded(
 ) -> KVPages:
     """`scatter_pages` on ids already padded with -1."""
     scatter = partial(page_ops.scatter_pages, backend=backend)
-    return pages.with_pool(pool_id, _per_device(pages, pool_id, scatter, page_ids, values=values))
+    return _per_device(pages, pool_id, scatter, page_ids, values=values)
 
 
 @hands_over
@@ -245,20 +252,34 @@ def check_page_ids(page_ids: np.ndarray, num_pages: int, what: str = "page ids",
 def _per_device(
     pages: KVPages,
     pool_id: int,
-    function: Callable[..., jax.Array],  # (array, *ids, values if given) -> array, one of pallas_kernels.page_ops
+    function: Callable[..., jax.Array],  # (array, *ids, its values if given) -> array, one of pallas_kernels.page_ops
     *ids: jax.Array,  # int32[count]
     values: tuple[Column, ...] | None = None,
-) -> tuple[Column, ...]:
-    """`function` of every array of a pool, each device on its part."""
-    specs = jax.tree.map(lambda sharding: sharding.spec, pages.shardings[pool_id])
-    trees = (pages.pools[pool_id],) if values is None else (pages.pools[pool_id], values)
+) -> KVPages:
+    """The pages after `function` of every array of a pool, each device on its part."""
+    specs, rows, mesh = _specs(pages, pool_id)
+    value_specs = None if values is None else jax.tree.map(lambda sharding: sharding.spec, pages.shardings[pool_id])
 
-    def run(trees: tuple[tuple[Column, ...], ...], ids: tuple[jax.Array, ...]) -> tuple[Column, ...]:
-        return jax.tree.map(lambda array, *values: function(array, *ids, *values), *trees)
+    def run(
+        columns: tuple[Column, ...], values: tuple[Column, ...] | None, ids: tuple[jax.Array, ...]
+    ) -> tuple[Column, ...]:
+        written = []
+        for place, column in enumerate(columns):
+            for i in range(len(column)):
+                of_array = () if values is None else (values[place][i],)
+                column = replaced(column, i, function(column[i], *ids, *of_array))
+            written.append(column)
+        return tuple(written)
 
-    sharding = jax.tree.leaves(pages.shardings[pool_id])[0]
-    rows = PartitionSpec(sharding.spec[0])
-    return per_device(run, sharding.mesh, ((specs,) * len(trees), rows), specs)(trees, ids)
+    run_on_each = per_device(run, mesh, (specs, value_specs, rows), specs)
+    return pages.with_pool(pool_id, run_on_each(pages.pools[pool_id], values, ids))
+
+
+def _specs(pages: KVPages, pool_id: int) -> tuple[tuple[Any, ...], PartitionSpec, Mesh | AbstractMesh]:
+    """PartitionSpecs of a pool's columns and of what data ranks have one after another, and the mesh."""
+    sharding = pages.shardings[pool_id][0][0]
+    columns = range(len(pages.shardings[pool_id]))
+    return tuple(pages.specs(pool_id, column) for column in columns), PartitionSpec(sharding.spec[0]), sharding.mesh
 
 
 def _pieces(count: int, page_counts: Sequence[int]) -> Iterator[slice]:

@@ -48,8 +48,8 @@ def plan_caches(
         "shared_layers": model.shared_layers,
     }
     if draft_model is None:
-        plan = plan_kv_cache(specs, memory_bytes=config.memory_bytes, num_blocks=config.num_blocks, **own)
-        return plan, None
+        budget: dict[str, Any] = {"memory_bytes": config.memory_bytes, "num_blocks": config.num_blocks}
+        return plan_kv_cache(specs, **budget, one_memory=config.one_memory, **own), None
     draft_specs = draft_model.kv_cache_specs(config.block_size * draft_parallel.page_context, config.dtype)
     drafts = own | {
         "max_model_len": min(config.max_model_len, draft_model.max_model_len),
@@ -62,11 +62,11 @@ def plan_caches(
         plan = plan_kv_cache(specs, num_blocks=config.num_blocks, **own)
         resident = plan.shape.needs(config.max_model_len, config.max_model_len, 1)
         requests = Fraction(max(requests_that_fit(resident, [pool.num_blocks for pool in plan.pools]), 1.0))
-        sizes = [need.num_blocks(requests) for need in draft_needs]
-        return plan, plan_kv_cache(draft_specs, num_blocks=sizes, **drafts)
-    sizes = size_pools([*needs, *draft_needs], config.memory_bytes)
-    shares = [need.bytes_per_block * size for need, size in zip([*needs, *draft_needs], sizes, strict=True)]
-    plan = plan_kv_cache(specs, memory_bytes=sum(shares[: len(needs)]), **own)
+        num_blocks = [need.num_blocks(requests) for need in draft_needs]
+        return plan, plan_kv_cache(draft_specs, num_blocks=num_blocks, **drafts)
+    blocks = size_pools([*needs, *draft_needs], config.memory_bytes)
+    shares = [need.bytes_per_block * size for need, size in zip([*needs, *draft_needs], blocks, strict=True)]
+    plan = plan_kv_cache(specs, memory_bytes=sum(shares[: len(needs)]), one_memory=config.one_memory, **own)
     return plan, plan_kv_cache(draft_specs, memory_bytes=sum(shares[len(needs) :]), **drafts)
 
 

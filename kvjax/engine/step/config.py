@@ -39,6 +39,8 @@ class EngineConfig:
         tokens_per_checkpoint: where several pools share the memory, they keep a checkpoint for so many tokens (`Load`).
         dtype: of the cache; None: that of the loaded weights.
         hybrid: whether windows free what they passed. Without it they keep every token in the full layers' table.
+        one_memory: whether kinds of layers whose pages differ in size, as states and tokens, share `memory_bytes`
+            instead of a part each (`plan_kv_cache`).
         seed: of sampling and of block hashes.
         hash_algorithm: of block hashes.
         async_scheduling: whether a step starts before the tokens of the one before it are read. The price is a step's
@@ -74,6 +76,7 @@ class EngineConfig:
     tokens_per_checkpoint: int = USUAL_TOKENS
     dtype: str | None = None
     hybrid: bool = True
+    one_memory: bool = False
     seed: int = 0
     hash_algorithm: str = "sha256_cbor"
     async_scheduling: bool = False

@@ -14,7 +14,7 @@ import jax
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device import Placement
-from kvjax.device.pages.kv_pages import page_shapes
+from kvjax.device.pages.kv_pages import array_shapes
 from kvjax.device.pages.page_parts import PagePart, alike_ranks, parts_of
 from kvjax.tiers.units import UnitSizes
 
@@ -31,7 +31,7 @@ class Home:
     @classmethod
     def of(cls, ranks: tuple[int, ...], kv_cache_config: KVCacheConfig, placement: Placement) -> Home:
         """The home of some ranks, whose pages lie alike."""
-        pools = page_shapes(kv_cache_config, placement).pools
+        pools = array_shapes(kv_cache_config, placement)
         sizes, places = {}, {}
         for process in sorted({device.process_index for device in placement.mesh.devices.flat}):
             found = [

@@ -311,7 +311,7 @@ class TierWorker:
 
     def _stage(self, pages: KVPages, load: LoadUnits) -> None:
         pool_id = self._sizes.pool_of_group[load.group_id]
-        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), pages.pools[pool_id])
+        shapes = pages.page_shapes(pool_id)
         for part in self._pieces(load.slots.size, load.group_id):
             units = load._replace(
                 block_hashes=load.block_hashes[part], slots=load.slots[part], destinations=load.destinations[part]

@@ -62,7 +62,13 @@ def test_refuses_a_column_of_another_layers_layout() -> None:
         create_pages(KVCacheConfig((pool,), config.kv_cache_groups))
 
 
-def test_refuses_pools_that_share_slabs() -> None:
+def test_pools_that_share_slabs_have_one_array_a_column() -> None:
+    """Twice as many ids as slabs, each with a page of K and V on whole rows of 128 words."""
     config = replace(toy_config(num_blocks=6), slabs=SlabSpec(3, (2,)))
-    with pytest.raises(NotImplementedError, match=r"got SlabSpec\(num_slabs=3, .*plan with one_memory=False"):
-        create_pages(config)
+    pages = create_pages(config)
+    assert [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pages)] == [((3, 4, 128), "uint32")] * 2
+    assert pages.num_pages(0) == 6
+    apart = create_pages(toy_config(num_blocks=6))
+    assert pages.page_shapes(0) == apart.page_shapes(0)
+    for column, typed in zip(pages.pools[0], apart.pools[0], strict=True):
+        assert [(x.shape, x.dtype) for x in column] == [(x.shape, x.dtype) for x in typed]
