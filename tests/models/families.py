@@ -33,7 +33,8 @@ class Family:
     """How one golden model is run.
 
     One whose layers keep the caches of another family's, with other projections or experts say, is a `variant`: its
-    logits and tokens are compared, and what scheduling does to it is left to sweeps.
+    logits and tokens are compared, and what scheduling does to it is left to sweeps. With `memory_bytes` its kinds of
+    layers share one memory of so many.
     """
 
     name: str  # of its folder in goldens
@@ -42,6 +43,12 @@ class Family:
     num_blocks: int = 400
     max_model_len: int = 136  # the longest prompt and its continuation
     streaming: StreamingWindow | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def id(self) -> str:
+        """What names it among all."""
+        return self.name if self.memory_bytes is None else f"{self.name}_in_slabs"
 
 
 FAMILIES = (
@@ -76,15 +83,21 @@ FAMILIES = (
     Family("whisper"),
     Family("qwen3_vl"),
 )
-
-
-# Of a module's scope: pytest runs all tests of a family one after another, in a process that has its compiled step.
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name, scope="module")
-every_family_but_variants = pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, id=family.name, marks=[pytest.mark.sweep] if family.variant else []) for family in FAMILIES],
-    scope="module",
+IN_SLABS = tuple(
+    Family(name, memory_bytes=4 << 20)
+    for name in ("jamba", "granite_moe_hybrid", "qwen3_next", "qwen3_5", "kimi_linear", "nemotron_h")
 )
+
+
+def _every_family(*, variants: bool) -> pytest.MarkDecorator:
+    """Of a module's scope: pytest runs all tests of a family one after another, in a process that has its step."""
+    in_sweeps = [family for family in (*FAMILIES, *IN_SLABS) if family in IN_SLABS or (family.variant and not variants)]
+    marks = {family: [pytest.mark.sweep] if family in in_sweeps else [] for family in (*FAMILIES, *IN_SLABS)}
+    params = [pytest.param(family, id=family.id, marks=marks[family]) for family in marks]
+    return pytest.mark.parametrize("family", params, scope="module")
+
+
+every_family, every_family_but_variants = _every_family(variants=True), _every_family(variants=False)
 
 
 class Recorded(NamedTuple):
@@ -148,6 +161,8 @@ def engine_config(family: Family, **settings: Any) -> EngineConfig:
         max_buckets=1,
         watermark=0.0,
     )
+    if family.memory_bytes is not None:
+        base = dataclasses.replace(base, num_blocks=None, memory_bytes=family.memory_bytes, one_memory=True)
     return dataclasses.replace(base, **settings)
 
 

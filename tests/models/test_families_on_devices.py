@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, IN_SLABS
 
 PROGRAM = """
 import sys
 from kvjax.engine import LLMEngine
-from tests.models.families import FAMILIES, add_golden, drain, engine_config, greedy_params
+from tests.models.families import FAMILIES, IN_SLABS, add_golden, drain, engine_config, greedy_params
 from tests.models.golden_models import goldens_of, model_folder
 
-family = next(family for family in FAMILIES if family.name == sys.argv[1])
+family = next(family for family in (*FAMILIES, *IN_SLABS) if family.id == sys.argv[1])
 settings = {"num_devices": 4, "dtype": "float32", "streaming": family.streaming}
 engine = LLMEngine.from_folder(model_folder(family.name), engine_config(family), **settings)
 assert len(engine._runner.pages.column(0, 0)[0].sharding.device_set) == 4
@@ -35,8 +35,8 @@ OF_EACH_SORT = frozenset({"deepseek_v4", "qwen3_next"})
 @pytest.mark.parametrize(
     "name",
     [
-        family.name if family.name in OF_EACH_SORT else pytest.param(family.name, marks=pytest.mark.sweep)
-        for family in FAMILIES
+        family.id if family.id in OF_EACH_SORT else pytest.param(family.id, marks=pytest.mark.sweep)
+        for family in (*FAMILIES, *IN_SLABS)
     ],
 )
 def test_four_devices_give_the_same_tokens(name: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kvjax.engine import GenerationResult, LLMEngine
 from tests.models.families import (
     FAMILIES,
+    IN_SLABS,
     Family,
     add_golden,
     assert_nothing_is_left,
@@ -44,8 +45,8 @@ OTHER_FAMILIES = (
 def outside_sweeps(names: tuple[str, ...]) -> pytest.MarkDecorator:
     """Every family, those of `names` without `-m sweep`."""
     params = [
-        pytest.param(family, id=family.name, marks=[] if family.name in names else [pytest.mark.sweep])
-        for family in FAMILIES
+        pytest.param(family, id=family.id, marks=[] if family.id in names else [pytest.mark.sweep])
+        for family in (*FAMILIES, *IN_SLABS)
     ]
     return pytest.mark.parametrize("family", params, scope="module")
 
