@@ -24,9 +24,11 @@ from pallas_kernels.compressor_update.reference import biased_states, new_entrie
 from pallas_kernels.kv_write.kernel_tpu import copy_rows, write_runs
 from pallas_kernels.latent_pages import state_slots
 from pallas_kernels.schedule import Batch
+from pallas_kernels.slab_pages import replaced
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS
 from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, load_row
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 
 _VMEM_LIMIT_BYTES = 32 << 20
 _LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the states of two entries
@@ -55,7 +57,7 @@ def reason_not_supported(
         return f"states of an entry exceed {_LARGEST_BUFFER_BYTES >> 21} MiB of VMEM: {pool.num_states} of {width * 2}"
     if room * pool.num_units > _MOST_SOURCES:
         return f"TPU kernels pool from up to {_MOST_SOURCES} pieces of pages a call, got {room * pool.num_units}"
-    return None
+    return reason_of_slabs(pages[0])
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def compressor_update(
         vmem_limit_bytes=_VMEM_LIMIT_BYTES,
     )
     entries = jnp.where((entry >= 0)[:, None], results["out"][:, 0], 0.0)
-    return entries, jnp.where(entry >= 0, entry * ratio, -1), (results["pages"],)
+    return entries, jnp.where(entry >= 0, entry * ratio, -1), replaced(pages, 0, results["pages"])
 
 
 class _Refs(NamedTuple):

@@ -20,9 +20,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.checks import page_tokens
 from pallas_kernels.kv_write import reference
+from pallas_kernels.slab_pages import replaced
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS, copy_all, copy_runs
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Copy, Ref
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 from pallas_kernels.tpu.word_rows import merge_rows
 
 
@@ -34,7 +36,7 @@ def reason_not_supported(pages: tuple[jax.Array, ...], num_tokens: int) -> str |
         return "TPU has no arithmetic on float16 pages; use bfloat16"
     if num_tokens > LARGEST_TABLE_ROWS:
         return f"the TPU kernel writes up to {LARGEST_TABLE_ROWS} tokens a call, got {num_tokens}"
-    return None
+    return reason_of_slabs(pages[0])
 
 
 @jax.jit
@@ -55,7 +57,7 @@ def kv_write(
     rows = reference.packed_rows(new_k, new_v, kv, k_scale, v_scale)
     page_size = page_tokens(pages, new_k.shape[1])
     if page_size != kv.shape[1]:
-        return (merge_rows(rows, kv, slot_mapping, page_size=page_size, name="kv_write"),)
+        return replaced(pages, 0, merge_rows(rows, kv, slot_mapping, page_size=page_size, name="kv_write"))
     results = call(
         lambda refs: copy_rows(refs.runs, refs.rows, refs.pages, refs.arrived),
         _Refs,
@@ -68,7 +70,7 @@ def kv_write(
         scratch={"arrived": pltpu.SemaphoreType.DMA},
         vmem_limit_bytes=4 << 20,
     )
-    return (results["pages"],)
+    return replaced(pages, 0, results["pages"])
 
 
 class _Refs(NamedTuple):

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_pages import LatentPages
+from pallas_kernels.slab_pages import replaced
 from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 from pallas_kernels.tpu.word_rows import merge_rows
 
 
@@ -27,7 +29,7 @@ def reason_not_supported(pages: tuple[jax.Array, ...], num_states: int) -> str |
         return "TPU has no arithmetic on float16 pages; use bfloat16"
     if num_states > LARGEST_TABLE_ROWS:
         return f"the TPU kernel writes up to {LARGEST_TABLE_ROWS} states a call, got {num_states}"
-    return None
+    return reason_of_slabs(pages[0])
 
 
 @functools.partial(jax.jit, static_argnames=("entries", "page_size"))
@@ -46,4 +48,5 @@ def latent_write(
     (latent,) = pages
     values = entries.encode(states)
     values = LatentPages(latent, page_size, values.shape[-1]).as_stored(values, scale)
-    return (merge_rows(values[:, :, None], latent, slot_mapping, page_size=page_size, name="latent_write"),)
+    written = merge_rows(values[:, :, None], latent, slot_mapping, page_size=page_size, name="latent_write")
+    return replaced(pages, 0, written)

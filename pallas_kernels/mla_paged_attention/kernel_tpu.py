@@ -46,6 +46,7 @@ from pallas_kernels.tpu.limits import (
 )
 from pallas_kernels.tpu.lse import by_head, lse_shape
 from pallas_kernels.tpu.mosaic import LANES, Copy
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 
 _VMEM_LIMIT_BYTES = 64 << 20
 
@@ -72,7 +73,7 @@ def reason_not_supported(latent: LatentPages, mask: MaskRule, share: KeyShare | 
         return "TPU kernels read packed latent pages; make them by latent_layout(platform='tpu')"
     if array.dtype == jnp.float16:
         return "TPU has no arithmetic on float16 pages; use bfloat16"
-    return reason_of_sizes(latent.page_size, mask, share)
+    return reason_of_slabs(array) or reason_of_sizes(latent.page_size, mask, share)
 
 
 @functools.partial(

@@ -60,6 +60,7 @@ from pallas_kernels.tpu.limits import (
 )
 from pallas_kernels.tpu.lse import by_head, heads_to_lanes, lse_shape
 from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, chip_name, matrix_unit_lanes
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 
 MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory
 _PAIR_BYTES = 12 << 20  # of VMEM, for two KV blocks at most
@@ -78,7 +79,7 @@ def reason_not_supported(
     dtype = pages[0].dtype.name
     if dtype not in KV_CACHE_DTYPES or dtype == "float16":
         return f"TPU has no arithmetic on {dtype} pages; use bfloat16"
-    return reason_of_sizes(page_tokens(pages, num_kv_heads), mask, share)
+    return reason_of_slabs(pages[0]) or reason_of_sizes(page_tokens(pages, num_kv_heads), mask, share)
 
 
 @functools.partial(
@@ -131,7 +132,8 @@ def ragged_paged_attention(
     page_size = page_tokens(pages, num_kv_heads)
     is_fused = num_tokens <= MOST_FUSED_TOKENS and page_size == pages[0].shape[1]
     if new_kv is not None and slot_mapping is not None and not is_fused:
-        (written,) = pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        written = pages[0]
     elif new_kv is not None and slot_mapping is not None:
         new_rows = kv_rows.packed_rows(*new_kv, pages[0], k_scale, v_scale)
         write = _Write(write_runs(slot_mapping, page_size), written_pages(slot_mapping, page_size), new_rows)

@@ -201,7 +201,7 @@ class _Layer(NamedTuple):
             tables = rows_of_tables(compressed.tables)
             return tpu_runs.run_pass(config, items, q, compressed.pages, tables, results["after"], per_row)
         config = self._config(1, compressed)
-        shifts = tpu_picks.row_shifts(compressed.tables, config.cache)
+        shifts = tpu_picks.row_shifts(compressed.tables, compressed.pages)
         per_row = None if sinks is None else self._per_row(sinks, 1)
         span = jnp.stack([begin, jnp.maximum(end - begin, 0)])
         none = self._none(compressed, config)

@@ -26,9 +26,10 @@ from pallas_kernels.layouts import cdiv
 from pallas_kernels.sparse_mla_attention.tpu_attention import LatentAttention, PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
-from pallas_kernels.tpu.latent_blocks import StatePages, log2
+from pallas_kernels.tpu.latent_blocks import log2
 from pallas_kernels.tpu.lse import lse_shape
 from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, is_interpreted, load_row
+from pallas_kernels.tpu.slab_refs import first_word_row, word_rows
 
 LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the entries of two tokens
 PART = LANES  # entries that are attended at a time
@@ -53,14 +54,15 @@ class Picks(NamedTuple):
         return cls(jnp.where(seen, indices, none), (last + _GROUP - 1) // _GROUP, seq)
 
 
-def row_shifts(tables: jax.Array, cache: StatePages) -> jax.Array:
-    """int32[S, 1, n], a number per column: from a sequence's row of states to the row in all pages.
+def row_shifts(tables: jax.Array, pages: jax.Array) -> jax.Array:
+    """int32[S, 1, n], a number per column: from a sequence's row of words to the row in the memory of all pages.
 
     The column after the last stands for the null page.
     """
     size = cdiv(tables.shape[1] + 1, LANES) * LANES
     tables = jnp.pad(tables, [(0, 0), (0, size - tables.shape[1])])
-    return ((tables - jnp.arange(size, dtype=jnp.int32)) * cache.rows)[:, None]
+    rows, pieces = pages.shape[1:3]
+    return (first_word_row(pages, tables) - jnp.arange(size, dtype=jnp.int32) * rows * pieces)[:, None]
 
 
 def pick_pass(
@@ -111,7 +113,7 @@ def pick_pass(
             "q": Operand(q, rows(q.shape[1])),
             "before": PassState(*(Operand(x, rows(x.shape[1])) for x in state)),
             "sinks": None if sinks is None else Operand(sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0))),
-            "pages": Operand(pages.reshape(-1, *pages.shape[2:]), IN_HBM),
+            "pages": Operand(word_rows(pages), IN_HBM),
         },
         outputs={"out": Operand(jax.ShapeDtypeStruct(q.shape, q.dtype), rows(q.shape[1])), "lse": lse},
         scratch={
@@ -143,7 +145,7 @@ class _Refs(NamedTuple):
     q: Ref  # [heads, lanes]
     before: PassState  # what the window's pass left
     sinks: Ref | None  # float32[heads, 128]
-    pages: Ref  # HBM [rows of all pages, pieces, packing, 128]
+    pages: Ref  # HBM [rows of words, packing, 128]
     out: Ref  # [heads, lanes]
     lse: Ref | None  # float32[1, rows of heads, 128]
     buffers: _Buffers
@@ -218,7 +220,9 @@ class _Step:
 
     def _copy(self, i: jax.Array, slot: int) -> Copy:
         row = self.refs.rows[0, 0, i]
-        source = self.refs.pages.at[row + self.refs.shifts[0, 0, row >> log2(self.config.cache.rows)]]
+        pieces = self._buffer(slot).shape[2]
+        first = row * pieces + self.refs.shifts[0, 0, row >> log2(self.config.cache.rows)]
+        source = self.refs.pages.at[pl.ds(first, pieces)]
         return pltpu.make_async_copy(source, self._target(i, slot), self.refs.arrived.at[slot])
 
     def _target(self, i: jax.Array, slot: int) -> Ref:

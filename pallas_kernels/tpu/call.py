@@ -1,11 +1,14 @@
 """pallas_call of a TPU kernel whose references have names.
 
 Flow:    scalars, inputs, outputs and scratch by name -> [call] -> results by name
+
+Pages in slabs go in and come out as `SlabArray`s; the kernel has references as to arrays of their own (`slab_refs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.references import References, named
+from pallas_kernels.slab_pages import SlabArray
+from pallas_kernels.tpu import slab_refs
 from pallas_kernels.tpu.mosaic import compiler_params
 
 IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
@@ -36,7 +41,7 @@ def call(
     outputs: Mapping[str, Any],  # of operands
     vmem_limit_bytes: int,
     scratch: Mapping[str, Any] | None = None,  # memory and semaphores: one, a NamedTuple of some, or None
-    in_place: Mapping[str, jax.Array] | None = None,  # arrays in HBM that the kernel changes: a reference and a result
+    in_place: Mapping[str, jax.Array | SlabArray] | None = None,  # in HBM, changed: a reference and a result
 ) -> dict[str, Any]:
     """Runs `body(references)` for every step of the grid; the outputs, and what was changed in place, by name.
 
@@ -44,14 +49,18 @@ def call(
         ValueError: the names are not those of `references`, see `references.named`.
     """
     scratch, in_place = scratch or {}, in_place or {}
-    changed = {key: Operand(jax.ShapeDtypeStruct(x.shape, x.dtype), IN_HBM) for key, x in in_place.items()}
+    taken = {key: slab_refs.operand(x) for key, x in in_place.items()}
+    changed = {key: Operand(jax.ShapeDtypeStruct(x.shape, x.dtype), IN_HBM) for key, x in taken.items()}
     _, referring = named(references, [scalars, inputs, outputs, changed, scratch], _is_operand)
     prefetched, given = jax.tree.leaves([*scalars.values()]), _operands(inputs)
     results = _operands(outputs) + _operands(changed)
     first = len(prefetched) + len(given)  # of the arrays in place among what goes in
+    values = [*prefetched, *(operand.value for operand in given)]
+    sources = [*values, *[None] * (len(results) - len(changed)), *in_place.values()]  # of references but scratch
 
     def kernel(*refs: Any) -> None:
-        body(referring(refs[:first] + refs[first + len(changed) :]))  # of an array in place: the result's reference
+        own = refs[:first] + refs[first + len(changed) :]  # of an array in place: the result's reference
+        body(referring([slab_refs.seen_by_kernel(x, ref) for x, ref in zip_longest(sources, own)]))
 
     arrays = pl.pallas_call(
         kernel,
@@ -66,10 +75,11 @@ def call(
         input_output_aliases={first + i: len(results) - len(changed) + i for i in range(len(changed))},
         compiler_params=compiler_params(vmem_limit_bytes, grid_rank=len(grid) if isinstance(grid, tuple) else 1),
         name=name,
-    )(*prefetched, *(operand.value for operand in given), *in_place.values())
+    )(*map(slab_refs.operand, values), *taken.values())
     both = {**outputs, **changed}
     structure = jax.tree.structure([*both.values()], is_leaf=_is_operand)
-    return dict(zip(both, jax.tree.unflatten(structure, arrays), strict=True))
+    by_name = dict(zip(both, jax.tree.unflatten(structure, arrays), strict=True))
+    return by_name | {key: slab_refs.written(x, by_name[key]) for key, x in in_place.items()}
 
 
 def _is_operand(x: Any) -> bool:

@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8, Plain
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.tpu.mosaic import LANES, packing
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 
 _BIAS = 120 << 23  # from e4m3's exponent to that of float32
 _SMALLEST_NORMAL = 2.0**-6
@@ -36,7 +37,7 @@ def reason_of_entries(entries: EntryFormat, pages: jax.Array, page_size: int) ->
         return f"TPU kernels read plain entries in bfloat16 or float32, got {pages.dtype}"
     if page_size & (page_size - 1):
         return f"TPU kernels take page sizes that are powers of two, got {page_size}"
-    return None
+    return reason_of_slabs(pages)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class RowPlan(NamedTuple):
 
 def merge_rows(
     entries: jax.Array,  # [num_entries, pieces, packing / places, 128] the numbers of a place, in the pages' dtype
-    pages: jax.Array,  # [pages, rows, pieces, packing, 128]
+    pages: jax.Array,  # [pages, rows, pieces, packing, 128]; may lie in slabs
     slot_mapping: jax.Array,  # int32[num_entries] page * page_size + place, -1: skip
     *,
     page_size: int,  # entries of a page

@@ -40,7 +40,7 @@ def from_words(words: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 class WordRef:
-    """A reference in VMEM: words, seen as numbers of a dtype."""
+    """A reference: words, seen as numbers of a dtype."""
 
     def __init__(self, words: np.ndarray, dtype: Any) -> None:
         self.words, self.dtype = words, np.dtype(dtype)
@@ -59,13 +59,13 @@ class WordRef:
         return from_words(self.words, self.dtype)
 
     def bitcast(self, dtype: Any) -> WordRef:
-        assert packing_of(dtype) == 1
         return WordRef(self.words, dtype)
 
     def reshape(self, *shape: int) -> WordRef:
-        assert packing_of(self.dtype) == 1
         assert shape[-1] in (self.words.shape[-1], mosaic.LANES)  # lanes stay, or rows are cut into pieces of 128
-        view = self.words.reshape(shape)
+        *leading, rows, lanes = shape
+        assert rows % packing_of(self.dtype) == 0  # no word is split
+        view = self.words.reshape(*leading, rows // packing_of(self.dtype), lanes)
         assert np.shares_memory(view, self.words)
         return WordRef(view, self.dtype)
 

@@ -19,6 +19,8 @@ from scripts.lab.tpu.compiler import last_lines
 
 prepare_environment()
 
+_SLABS = "slabs="
+
 
 def vmem_bytes(text: str) -> dict[str, int]:
     """Bytes of VMEM of each Pallas kernel in the compiled module's text."""
@@ -51,22 +53,26 @@ def _kernel_name(params: dict[str, Any]) -> str:
 
 
 def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
-    """Compiles, and says what the compiler said about memory."""
+    """Compiles, and says what the compiler said about memory; with `slabs=KIND` over pages in slabs (`slab_shapes`)."""
     import jax
     from jax.experimental import topologies
 
     from pallas_kernels.cases.case import argument_shapes
     from scripts.lab.compiled import case_of
+    from scripts.lab.tpu.slab_shapes import in_slabs
 
-    case = case_of("tpu", op, settings)
-    call, arguments = functools.partial(case.call, "tpu"), tuple(argument_shapes(case))
+    of_slabs = [setting.removeprefix(_SLABS) for setting in settings if setting.startswith(_SLABS)]
+    case = case_of("tpu", op, [setting for setting in settings if not setting.startswith(_SLABS)])
+    call, arguments = functools.partial(case.call, "tpu"), argument_shapes(case)
+    for kind in of_slabs:
+        arguments = in_slabs(kind, arguments)
     device = topologies.get_topology_desc(topology_name=CHIPS[chip].topology, platform="tpu").devices[0]
     mesh = jax.sharding.Mesh([device], ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     with jax.set_mesh(mesh):
         smem = smem_bytes(jax.make_jaxpr(call)(*arguments).jaxpr)
-        compiled = jax.jit(call).lower(*arguments).compile()
+        compiled = jax.jit(call, donate_argnums=0 if case.writes else ()).lower(*arguments).compile()
     memory = compiled.memory_analysis()
     try:
         vmem = vmem_bytes(compiled.as_text())
@@ -75,6 +81,7 @@ def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
     return {
         "kernels": {name: {"smem_bytes": size, "vmem_bytes": vmem.get(name)} for name, size in smem.items()},
         "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
         "token_bytes": getattr(case, "token_bytes", None),
     }

@@ -1,0 +1,122 @@
+"""Arrays of pages in slabs as TPU kernels have them: by a reference to which XLA's array of words is viewed.
+
+Flow:    SlabArray -> [operand] -> pallas_call -> reference to words -> [seen_by_kernel] -> `.at[page]` in the kernel
+         result of pallas_call -> [written] -> SlabArray
+Source:  ARCHITECTURE.md, "Pages in slabs"
+
+XLA sees the words alone, so that it neither converts nor copies the memory. A last dimension of 128 words makes memory
+linear: bitcast and reshape of a reference cost nothing, and a DMA begins at any row. Where pages fill their slabs the
+view is one of an array [pages, *page_shape]; else a page is found by its slab and its rows (`PagesRef`).
+
+The interpreter knows no bitcast of references: there XLA takes the pages out of their slabs and puts them back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.slab_pages import PlaceInSlab, SlabArray
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref, is_interpreted
+
+
+def reason_of_slabs(pages: Any) -> str | None:
+    """What of an array of pages in slabs no kernel can see, in words; None if all do, or they are in no slabs."""
+    if not isinstance(pages, SlabArray):
+        return None
+    place, rows = pages.place, pages.memory.shape[1]
+    if rows % SUBLANES:
+        return f"TPU kernels take slabs of a multiple of {SUBLANES} rows, got {rows}"
+    if not place.packs and place.packing > 1:
+        return f"TPU kernels read packed {place.dtype} in slabs; make them by places_of(packs=True)"
+    if place.stored_shape[-1] != LANES or math.prod(place.stored_shape) != place.num_rows * place.packing * LANES:
+        return f"TPU kernels read pages in slabs whose numbers fill rows of {LANES} words, got {place.page_shape}"
+    return None
+
+
+def seen_shape(pages: jax.Array | SlabArray) -> tuple[int, ...]:
+    """Shape of a kernel's reference to an array of pages."""
+    return (pages.shape[0], *pages.place.stored_shape) if isinstance(pages, SlabArray) else pages.shape
+
+
+def operand(value: Any) -> Any:
+    """What `pallas_call` is given for a value."""
+    if not isinstance(value, SlabArray):
+        return value
+    return value.place.as_stored(value.whole()) if is_interpreted() else value.memory
+
+
+def written(before: Any, result: jax.Array) -> Any:
+    """A result of `pallas_call` as the value whose `operand` it was changed from."""
+    if not isinstance(before, SlabArray):
+        return result
+    if is_interpreted():
+        return before.with_whole(before.place.from_stored(result))
+    return SlabArray(result, before.place)
+
+
+def seen_by_kernel(value: Any, ref: Ref) -> Ref:
+    """The kernel's reference to a value, of the reference to its `operand`."""
+    if not isinstance(value, SlabArray) or is_interpreted():
+        return ref
+    place, (slabs, rows, lanes) = value.place, value.memory.shape
+    numbers = ref.bitcast(jnp.dtype(place.dtype))
+    if place.num_rows == place.page_rows and rows == place.blocks_per_slab * place.page_rows:
+        return numbers.reshape(*seen_shape(value))
+    return PagesRef(numbers.reshape(slabs, rows, place.packing, lanes), place)
+
+
+def word_rows(pages: Any) -> Any:
+    """The memory of pages [..., packing, 128] as [rows of words, packing, 128], an array or one in slabs."""
+    if not isinstance(pages, SlabArray):
+        return pages.reshape(-1, *pages.shape[-2:])
+    place, rows = pages.place, pages.memory.shape[1]
+    row = PlaceInSlab((place.packing, LANES), place.dtype, rows, page_rows=1, first_row=0, packs=True)
+    return SlabArray(pages.memory, row)
+
+
+def first_word_row(pages: Any, ids: jax.Array) -> jax.Array:
+    """Where pages `ids` int32[...] begin in `word_rows`."""
+    if not isinstance(pages, SlabArray):
+        return ids * math.prod(pages.shape[1:-2])
+    place, rows = pages.place, pages.memory.shape[1]
+    block = ids % place.blocks_per_slab
+    return ids // place.blocks_per_slab * rows + block * place.page_rows + place.first_row
+
+
+@dataclass(frozen=True)
+class PagesRef:
+    """Pages that leave something of their slabs, as a reference of shape [pages, *stored_shape]."""
+
+    rows: Ref  # HBM [slabs, rows, packing, 128]
+    place: PlaceInSlab
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[pages, *stored_shape]"""
+        return (self.rows.shape[0] * self.place.blocks_per_slab, *self.place.stored_shape)
+
+    @property
+    def at(self) -> PagesRef:
+        """Takes indexes: a page, and more within it."""
+        return self
+
+    def __getitem__(self, index: Any) -> Ref:
+        page, *rest = index if isinstance(index, tuple) else (index,)
+        slab, row = self._start(page)
+        whole = self.rows.at[slab, pl.ds(row, self.place.num_rows)].reshape(*self.place.stored_shape)
+        return whole.at[tuple(rest)] if rest else whole
+
+    def _start(self, page: Any) -> tuple[Any, Any]:
+        """(slab, first row) of a page."""
+        place = self.place
+        if place.blocks_per_slab == 1:
+            return page, place.first_row
+        slab = lax.div(page, place.blocks_per_slab)
+        return slab, (page - slab * place.blocks_per_slab) * place.page_rows + place.first_row
