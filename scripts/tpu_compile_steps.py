@@ -2,6 +2,7 @@
 
     python scripts/tpu_compile_steps.py                     every family, some minutes each
     python scripts/tpu_compile_steps.py --model mixtral-8x7b --json steps.json
+    python scripts/tpu_compile_steps.py --one-memory        families with recurrent layers, all pools in slabs
 
 The model is of real sizes with its first layers only, one of each kind at least, tensor parallel over four chips. Each
 step compiles in a process of its own (`scripts/lab/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit status:
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -59,15 +61,23 @@ BLOCKS = {
     "kimi-linear-48b-a3b": 14_000,
     "nemotron-3-nano-30b-a3b": 4096,
 }
+HYBRIDS = [model for model in BLOCKS if model != "deepseek-v4-flash"]  # states and tokens
+    "jamba-1.5-mini",
+    "granite-4.0-h-small",
+    "qwen3-next-80b-a3b",
+    "kimi-linear-48b-a3b",
+    "nemotron-3-nano-30b-a3b",
+)
 # Chips that share the heads. A quarter of Granite's channels is no multiple of 128, as its convolution wants them.
 SHARDS = {"granite-4.0-h-small": 2}
 
 
-def compile_step(model: str, num_layers: int, timeout_s: float) -> dict[str, Any]:
+def compile_step(model: str, num_layers: int, timeout_s: float, flags: Sequence[str] = ()) -> dict[str, Any]:
     """The report of one step, or what went wrong."""
     command = [sys.executable, "-m", "scripts.lab.engine_step", "v6e", model, "--layers", str(num_layers)]
     command += ["--blocks", str(BLOCKS[model])] if model in BLOCKS else []
     command += ["--shards", str(SHARDS[model])] if model in SHARDS else []
+    command += flags
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -109,6 +119,7 @@ def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where a step is not in place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=sorted(STEPS), help="repeatable; default: all")
+    parser.add_argument("--one-memory", action="store_true", help="pools of unlike pages share their memory")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="of one step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the reports go")
@@ -116,8 +127,9 @@ def main(arguments: list[str]) -> int:
     reports = []
     print(f"libtpu {version('libtpu')}, jax {version('jax')}, v6e 2x2", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
-        models = options.model or list(STEPS)
-        for report in pool.map(lambda model: compile_step(model, STEPS[model], options.timeout), models):
+        flags = ["--one-memory"] if options.one_memory else []
+        models = options.model or [model for model in STEPS if not flags or model in HYBRIDS]
+        for report in pool.map(lambda model: compile_step(model, STEPS[model], options.timeout, flags), models):
             reports.append(report)
             print(line(report), flush=True)
     if options.json:

@@ -125,9 +125,12 @@ def config_of(model: str, num_layers: int | None) -> dict[str, Any]:
 
 
 def described(chip: str, count: int) -> tuple[str, list[Any]]:
-    """The platform, and `count` devices, of a TPU of four chips, or of one process with as many cards."""
+    """The platform, and `count` devices, of a TPU of four chips, or of one process with as many cards; or this host."""
+    import jax
     from jax.experimental import topologies
 
+    if chip == "cpu":
+        return "cpu", jax.devices("cpu")[:count]
     if chip in CHIPS:
         topology = topologies.get_topology_desc(topology_name=CHIPS[chip].topology_of_four, platform="tpu")
         return "tpu", list(topology.devices[:count])
@@ -146,12 +149,13 @@ def compile_step(
     num_blocks: int,
     block_size: int,
     num_context: int = 1,
+    one_memory: bool = False,
 ) -> dict[str, Any]:
     """Compiles a mixed step, and encoders and work on pages as done before one; the report of the step.
 
     Heads and weights are split over `num_shards` chips, and with `num_context` > 1 the tokens of pages over so many;
     kernels then are those that the chip's own process would choose. `chip` may be a card, where jax has its compiler.
-    `num_layers` None: one of each kind.
+    `num_layers` None: one of each kind. With `one_memory` all pools share what `num_blocks` of each would take.
     """
     from unittest import mock
 
@@ -171,15 +175,17 @@ def compile_step(
     config = ModelConfig.from_dict(config_of(model, num_layers))
     splits = config.splits_cache(num_shards)
     platform, devices = described(chip, num_context * num_shards)
-    plan = plan_kv_cache(
-        config.kv_cache_specs(max(block_size, config.default_block_size) * num_context, "bfloat16"),
-        max_model_len=8192,
-        num_blocks=num_blocks,
-        max_in_flight_tokens=num_tokens,
-        platform=platform,
-        parallel=Parallelism(tensor=num_shards if splits else 1, page_context=num_context),
-        shared_layers=config.shared_layers,
-    )
+    options: dict[str, Any] = {
+        "specs": config.kv_cache_specs(max(block_size, config.default_block_size) * num_context, "bfloat16"),
+        "max_model_len": 8192,
+        "max_in_flight_tokens": num_tokens,
+        "platform": platform,
+        "parallel": Parallelism(tensor=num_shards if splits else 1, page_context=num_context),
+        "shared_layers": config.shared_layers,
+    }
+    plan = plan_kv_cache(num_blocks=num_blocks, **options)
+    if one_memory:
+        plan = plan_kv_cache(memory_bytes=plan.used_bytes, one_memory=True, **options)
     mesh = jax.sharding.Mesh(np.array(devices).reshape(num_context, num_shards), ("context", "tensor"))
     placement = Placement(mesh, "tensor" if splits else None, "context" if num_context > 1 else None)
     abstract = nnx.eval_shape(lambda: build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
@@ -199,7 +205,7 @@ def compile_step(
     dim, embeds = config.embedding_dim, None
     if dim is not None:
         embeds = jax.ShapeDtypeStruct((_EMBEDDING_ROWS, dim), "bfloat16", sharding=placement.replicated)
-    backend = platform if num_context == 1 else "auto"
+    backend = platform if num_context == 1 and platform != "cpu" else "auto"
     step = make_update_step(
         module,
         plan.config,
@@ -242,7 +248,7 @@ def compile_step(
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where the pages are copied."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("chip", choices=sorted([*CHIPS, *CARDS]))
+    parser.add_argument("chip", choices=sorted([*CHIPS, *CARDS, "cpu"]))
     parser.add_argument("model", help="a name of configs/models")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--each-kind", action="store_true", help="two layers, one of each kind that the model has")
@@ -253,6 +259,7 @@ def main(arguments: list[str]) -> int:
         "--blocks", type=int, default=4096, help="so many that pages do not fit into VMEM, where XLA would copy them"
     )
     parser.add_argument("--block-size", type=int, default=64, help="but at least the model's own")
+    parser.add_argument("--one-memory", action="store_true", help="all pools share the memory of so many blocks")
     options = parser.parse_args(arguments)
     report = compile_step(
         options.chip,
@@ -263,6 +270,7 @@ def main(arguments: list[str]) -> int:
         num_blocks=options.blocks,
         block_size=options.block_size,
         num_context=options.context,
+        one_memory=options.one_memory,
     )
     print(json.dumps(report))
     return int(not is_in_place(report))
