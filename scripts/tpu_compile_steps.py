@@ -62,12 +62,6 @@ BLOCKS = {
     "nemotron-3-nano-30b-a3b": 4096,
 }
 HYBRIDS = [model for model in BLOCKS if model != "deepseek-v4-flash"]  # states and tokens
-    "jamba-1.5-mini",
-    "granite-4.0-h-small",
-    "qwen3-next-80b-a3b",
-    "kimi-linear-48b-a3b",
-    "nemotron-3-nano-30b-a3b",
-)
 # Chips that share the heads. A quarter of Granite's channels is no multiple of 128, as its convolution wants them.
 SHARDS = {"granite-4.0-h-small": 2}
 

@@ -33,10 +33,11 @@ from tests.models.golden_models import Golden, goldens_of, model_folder
 NUM_TOKENS = 8
 
 
-def config_of(block_size: int, max_num_batched_tokens: int = 64) -> EngineConfig:
+def config_of(block_size: int, max_num_batched_tokens: int = 64, *, in_slabs: bool = False) -> EngineConfig:
+    size: dict[str, Any] = {"memory_bytes": 4 << 20, "one_memory": True} if in_slabs else {"num_blocks": 600}
     return EngineConfig(
         block_size=block_size,
-        num_blocks=600,
+        **size,
         max_model_len=136,
         max_num_seqs=4,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -63,6 +64,7 @@ class Pair:
         client: PageClient | None = None,
         meshes: Sequence[Mesh | None] = (None, None),  # of prefill and decode
         max_num_batched_tokens: int = 64,
+        in_slabs: tuple[bool, bool] = (False, False),  # likewise
     ) -> None:
         models = {mesh: load_model(model_folder(name), "float32", mesh) for mesh in set(meshes)}
         first, second = (Placement.create(mesh) for mesh in meshes)
@@ -73,9 +75,14 @@ class Pair:
         self.late_s = self.seconds_a_look = 0.0  # by which the decode side's clock is ahead, and gets ahead
         self.target = DecodeConnector(client or PageClient(), placement=second, weights_version="1", clock=self.clock)
         self.prefill = LLMEngine(
-            models[meshes[0]], config_of(8, max_num_batched_tokens), mesh=meshes[0], connector=self.source
+            models[meshes[0]],
+            config_of(8, max_num_batched_tokens, in_slabs=in_slabs[0]),
+            mesh=meshes[0],
+            connector=self.source,
         )
-        self.decode = LLMEngine(models[meshes[1]], config_of(16), mesh=meshes[1], connector=self.target)
+        self.decode = LLMEngine(
+            models[meshes[1]], config_of(16, in_slabs=in_slabs[1]), mesh=meshes[1], connector=self.target
+        )
 
     def clock(self) -> float:
         self.late_s += self.seconds_a_look
@@ -103,11 +110,18 @@ class Pair:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("llama", "deepseek_v3", "jamba"))]
+    ("name", "in_slabs"),
+    [
+        ("gemma3", (False, False)),
+        *(pytest.param(name, (False, False), marks=pytest.mark.sweep) for name in ("llama", "deepseek_v3", "jamba")),
+        ("jamba", (False, True)),
+        pytest.param("qwen3_next", (True, False), marks=pytest.mark.sweep),
+        pytest.param("kimi_linear", (True, True), marks=pytest.mark.sweep),
+    ],
 )
-def test_what_one_computes_the_other_decodes(name: str) -> None:
+def test_what_one_computes_the_other_decodes(name: str, in_slabs: tuple[bool, bool]) -> None:
     """Then again with a prefix hit on the decode side; then with tickets that nobody answers, and an abort."""
-    pair = Pair(name)
+    pair = Pair(name, in_slabs=in_slabs)
     pair.compute_prompts()
     for request_id, golden in pair.goldens.items():
         pair.target.expect(request_id, pair.source.take_ticket(request_id))

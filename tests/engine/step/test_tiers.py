@@ -75,6 +75,27 @@ def test_greedy_tokens_are_those_without_tiers(name: str) -> None:
     assert num_cached(engine) > num_cached(plain)
 
 
+def test_what_pools_in_slabs_push_out_is_loaded_from_host_and_disk(tmp_path: Path) -> None:
+    """By the engine itself, and by the next one on the same folder."""
+    expected = rounds(make_engine("jamba"), "jamba")
+    tiers = TierConfig(host_bytes=HOST, disk_folder=str(tmp_path), disk_bytes=1 << 26, weights="g", write_through=True)
+    config = config_of("jamba", one_memory=True, tiers=tiers)
+    first = LLMEngine(compiled("jamba").model, config)
+    assert first.plan.slabs is not None
+    for own, other in zip(rounds(first, "jamba"), expected, strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert isinstance(first.connector, Tiers)
+    first.connector.flush()
+    first.connector.close()
+    second = LLMEngine(first.model, config, like=first)
+    for own, other in zip(rounds(second, "jamba", 1), expected, strict=False):
+        np.testing.assert_array_equal(own, other)
+    assert first.connector.stats.num_host_loads > 0
+    assert second.connector.stats.num_disk_loads > 0
+    for engine in (first, second):
+        assert engine.connector.stats.num_load_failures == engine.connector.stats.num_disk_errors == 0
+
+
 def test_async_scheduling_and_several_requests_at_once() -> None:
     expected = rounds(make_engine("gemma3"), "gemma3")
     config = {"async_scheduling": True, "zero_new_pages": True}
