@@ -149,7 +149,7 @@ class SlabArray:
         pages = words.reshape(slabs * place.blocks_per_slab, place.page_rows, LANES)
         if place.page_rows != place.num_rows:
             pages = pages[:, place.first_row : place.first_row + place.num_rows]
-        return _numbers(pages.reshape(pages.shape[0], -1), place, place.page_shape)
+        return numbers_of(pages.reshape(pages.shape[0], -1), place, place.page_shape)
 
     def with_whole(self, pages: jax.Array) -> SlabArray:
         """The array with all pages replaced."""
@@ -185,7 +185,7 @@ class _Items:
             return self.array.whole()[self.index]
         ids, *places = _broadcast(self.index)
         words = window.read(self.array, ids.reshape(-1), [place.reshape(-1) for place in places])
-        return _numbers(words, self.array.place, window.shape).reshape(*ids.shape, *window.shape)
+        return numbers_of(words, self.array.place, window.shape).reshape(*ids.shape, *window.shape)
 
     def set(self, values: jax.Array, mode: str | None = None) -> SlabArray:
         """The array with `values` [..., *rest] there; pages out of range are dropped."""
@@ -194,7 +194,7 @@ class _Items:
             return array.with_whole(array.whole().at[self.index].set(values, mode=mode))
         ids, *places = _broadcast(self.index)
         values = jnp.broadcast_to(values, (*ids.shape, *window.shape)).astype(array.dtype)
-        words = _words(values.reshape(-1, *window.shape), array.place)
+        words = words_of(values.reshape(-1, *window.shape), array.place)
         return window.write(array, ids.reshape(-1), [place.reshape(-1) for place in places], words)
 
 
@@ -265,7 +265,7 @@ def _broadcast(index: tuple[Any, ...]) -> list[jax.Array]:
     return list(jnp.broadcast_arrays(*(jnp.asarray(x, jnp.int32) for x in index)))
 
 
-def _numbers(words: jax.Array, place: PlaceInSlab, shape: tuple[int, ...]) -> jax.Array:
+def numbers_of(words: jax.Array, place: PlaceInSlab, shape: tuple[int, ...]) -> jax.Array:
     """[n, *shape] in the place's dtype of uint32[n, words]; moved as integers, so that all bits stay."""
     n, packing = words.shape[0], place.packing
     if place.packs and packing > 1:
@@ -279,7 +279,7 @@ def _numbers(words: jax.Array, place: PlaceInSlab, shape: tuple[int, ...]) -> ja
     return lax.bitcast_convert_type(numbers.reshape(n, *shape), jnp.dtype(place.dtype))
 
 
-def _words(numbers: jax.Array, place: PlaceInSlab) -> jax.Array:
+def words_of(numbers: jax.Array, place: PlaceInSlab) -> jax.Array:
     """uint32[n, words] of [n, *shape], filled up with zeros."""
     n, packing = numbers.shape[0], place.packing
     numbers = lax.bitcast_convert_type(numbers, _integer(place.dtype))
@@ -340,8 +340,10 @@ __all__ = [
     "SlabArray",
     "SlabColumn",
     "is_in_slabs",
+    "numbers_of",
     "page_arrays",
     "places_of",
     "replaced",
     "rows_of",
+    "words_of",
 ]

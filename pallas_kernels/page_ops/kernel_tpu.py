@@ -7,30 +7,33 @@ each part of a page: page 0 may have been written by mistake.
 
 Pages whose last dimension is not whole lanes, those of some recurrent states, XLA lays out with another dimension last:
 a kernel would have the whole pool copied to its layout and back. XLA's gather and scatter move their rows in place.
+Pages in slabs: `tpu_slabs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.page_ops import reference
-from pallas_kernels.tpu.call import IN_HBM, Operand, call
+from pallas_kernels.page_ops import reference, tpu_slabs
+from pallas_kernels.page_ops.tpu_call import Refs, run_once
+from pallas_kernels.slab_pages import SlabArray
 from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS, LONGEST_RUN_BYTES, copy_all, copy_runs
-from pallas_kernels.tpu.mosaic import LANES, Copy, Ref
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Copy
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 
 _ZERO_BYTES = 1 << 20  # of VMEM, so many that a DMA's fixed costs do not count
 
 
 def reason_not_supported(pages: jax.Array, count: int) -> str | None:
     """What of a call the kernels cannot do, in words; None if they can do it all."""
-    if pages.ndim < 3:
+    if isinstance(pages, SlabArray) and pages.memory.shape[1] % SUBLANES:
+        return reason_of_slabs(pages)
+    if pages.ndim < 3 and not isinstance(pages, SlabArray):
         return f"TPU kernels move pages of at least two dimensions, got {pages.ndim - 1}"
     if pages.dtype == jnp.float16:
         return "TPU has no float16 pages; use bfloat16"
@@ -42,6 +45,8 @@ def reason_not_supported(pages: jax.Array, count: int) -> str | None:
 @jax.jit
 def copy_pages(pages: jax.Array, sources: jax.Array, destinations: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.copy_pages`."""
+    if isinstance(pages, SlabArray):
+        return tpu_slabs.copy_pages(pages, sources, destinations)
     if not _is_laid_out_by_page(pages):
         return reference.copy_pages(pages, sources, destinations)
     runs = copy_runs(destinations >= 1, jnp.maximum(sources, 0), destinations, _longest_run(pages))
@@ -51,6 +56,8 @@ def copy_pages(pages: jax.Array, sources: jax.Array, destinations: jax.Array) ->
 @jax.jit
 def zero_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.zero_pages`."""
+    if isinstance(pages, SlabArray):
+        return tpu_slabs.zero_pages(pages, page_ids)
     if not _is_laid_out_by_page(pages):
         return reference.zero_pages(pages, page_ids)
     if pages.size == 0 or page_ids.size == 0:
@@ -62,6 +69,8 @@ def zero_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
 @jax.jit
 def gather_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.gather_pages`."""
+    if isinstance(pages, SlabArray):
+        return tpu_slabs.gather_pages(pages, page_ids)
     if not _is_laid_out_by_page(pages):
         return reference.gather_pages(pages, page_ids)
     count = page_ids.shape[0]
@@ -74,6 +83,8 @@ def gather_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
 @jax.jit
 def scatter_pages(pages: jax.Array, page_ids: jax.Array, values: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.scatter_pages`."""
+    if isinstance(pages, SlabArray):
+        return tpu_slabs.scatter_pages(pages, page_ids, values)
     if not _is_laid_out_by_page(pages):
         return reference.scatter_pages(pages, page_ids, values)
     runs = copy_runs(page_ids >= 1, jnp.arange(page_ids.shape[0], dtype=jnp.int32), page_ids, _longest_run(pages))
@@ -101,21 +112,11 @@ def _zeros_shape(pages: jax.Array) -> tuple[int, ...]:
     return (max(fits, default=1), *pages.shape[2:])
 
 
-class _Refs(NamedTuple):
-    """References of the one step."""
-
-    runs: Ref  # SMEM int32[3 * n + 1] of `copy_runs`
-    zeros: Ref | None  # part of a page
-    source: Ref | None  # HBM [pages, ...]; None: the target itself
-    target: Ref  # HBM [pages, ...]
-    arrived: Ref  # DMA semaphore
-
-
 def _zero(runs: jax.Array, zeros: jax.Array, pages: jax.Array) -> jax.Array:
     """`pages` with the targets of `runs`, a page each, zero."""
     size = zeros.shape[0]
 
-    def body(refs: _Refs) -> None:
+    def body(refs: Refs) -> None:
         for first in range(0, pages.shape[1], size):
 
             def copy(_: jax.Array, to: jax.Array, __: jax.Array, first: int = first) -> Copy:
@@ -123,7 +124,7 @@ def _zero(runs: jax.Array, zeros: jax.Array, pages: jax.Array) -> jax.Array:
 
             copy_all(refs.runs, copy)
 
-    return _call(body, runs, zeros, None, pages, name="zero_pages")
+    return run_once(body, runs, zeros, None, pages, name="zero_pages")
 
 
 def _move(
@@ -133,7 +134,7 @@ def _move(
     if target.size == 0 or runs.shape[0] == 1:
         return target if isinstance(target, jax.Array) else jnp.zeros(target.shape, target.dtype)
 
-    def body(refs: _Refs) -> None:
+    def body(refs: Refs) -> None:
         pages = refs.target if refs.source is None else refs.source
 
         def copy(first: jax.Array, to: jax.Array, count: jax.Array) -> Copy:
@@ -142,32 +143,4 @@ def _move(
 
         copy_all(refs.runs, copy)
 
-    return _call(body, runs, None, source, target, name=name)
-
-
-def _call(
-    body: Callable[[_Refs], None],
-    runs: jax.Array,
-    zeros: jax.Array | None,
-    source: jax.Array | None,
-    target: jax.Array | jax.ShapeDtypeStruct,
-    *,
-    name: str,
-) -> jax.Array:
-    """One step of `body`; `target` is updated in place where it is an array."""
-    in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
-    return call(
-        body,
-        _Refs,
-        name=name,
-        grid=1,
-        scalars={"runs": runs},
-        inputs={
-            "zeros": None if zeros is None else Operand(zeros, in_vmem),
-            "source": None if source is None else Operand(source, IN_HBM),
-        },
-        outputs={} if isinstance(target, jax.Array) else {"target": Operand(target, IN_HBM)},
-        in_place={"target": target} if isinstance(target, jax.Array) else {},
-        scratch={"arrived": pltpu.SemaphoreType.DMA},
-        vmem_limit_bytes=8 << 20,
-    )["target"]
+    return run_once(body, runs, None, source, target, name=name)

@@ -109,14 +109,14 @@ class PagesRef:
 
     def __getitem__(self, index: Any) -> Ref:
         page, *rest = index if isinstance(index, tuple) else (index,)
-        slab, row = self._start(page)
+        slab, row = start_of_page(self.place, page)
         whole = self.rows.at[slab, pl.ds(row, self.place.num_rows)].reshape(*self.place.stored_shape)
         return whole.at[tuple(rest)] if rest else whole
 
-    def _start(self, page: Any) -> tuple[Any, Any]:
-        """(slab, first row) of a page."""
-        place = self.place
-        if place.blocks_per_slab == 1:
-            return page, place.first_row
-        slab = lax.div(page, place.blocks_per_slab)
-        return slab, (page - slab * place.blocks_per_slab) * place.page_rows + place.first_row
+
+def start_of_page(place: PlaceInSlab, page: Any) -> tuple[Any, Any]:
+    """(slab, first row of words) of a page, in a kernel."""
+    if place.blocks_per_slab == 1:
+        return page, place.first_row
+    slab = lax.div(page, place.blocks_per_slab)
+    return slab, (page - slab * place.blocks_per_slab) * place.page_rows + place.first_row
