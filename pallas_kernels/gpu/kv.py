@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.places import PagePlaces
 from pallas_kernels.gpu.plan import GpuConfig, Keys
 
 
@@ -95,8 +96,9 @@ class KVRing:
 
     config: GpuConfig
     tables: Any  # int32[S, P] block tables, in global memory
-    k_pages: Any  # [pages, page_size, Hkv, D]
-    v_pages: Any  # [pages, page_size, Hkv, Dv]
+    k_pages: Any  # [tokens, Hkv, D]
+    v_pages: Any  # [tokens, Hkv, Dv]
+    places: tuple[PagePlaces, PagePlaces]  # of K and V
     memory: RingMemory
     reader: Any = 0  # which of the attending warpgroups this is
 
@@ -112,22 +114,24 @@ class KVRing:
 
     def fetch_k(self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]]) -> None:
         """Starts the copies of K of a block, from `copy_sources`."""
-        self._fetch(step, head, sources, self.k_pages, self.memory.k, self.memory.k_full, self.memory.k_free)
+        pages, memory = (self.k_pages, self.places[0]), self.memory
+        self._fetch(step, head, sources, pages, memory.k, memory.k_full, memory.k_free)
 
     def fetch_v(self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]]) -> None:
         """Starts the copies of V of a block, from `copy_sources`."""
-        self._fetch(step, head, sources, self.v_pages, self.memory.v, self.memory.v_full, self.memory.v_free)
+        pages, memory = (self.v_pages, self.places[1]), self.memory
+        self._fetch(step, head, sources, pages, memory.v, memory.v_full, memory.v_free)
 
     def _fetch(
         self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]],
-        pages: Any, target: Any, full: Any, free: Any,
+        pages: tuple[Any, PagePlaces], target: Any, full: Any, free: Any,
     ) -> None:  # fmt: skip
-        slot, copy = self.slot(step), self.config.copy_slots
+        slot, copy, (tokens, places) = self.slot(step), self.config.copy_slots, pages
         pl.when(step >= self.config.stages)(lambda: self.wait_free(free, slot))
 
         def start(number: int, _: Any) -> None:
             page, offset = sources[number]
-            rows = pages.at[page, pl.ds(offset, copy), head]
+            rows = tokens.at[pl.ds(places.entry(page) + offset, copy), head]
             plgpu.copy_gmem_to_smem(rows, target.at[slot, pl.ds(number * copy, copy)], full.at[slot])
 
         mosaic.start_copies(len(sources), start)

@@ -23,6 +23,7 @@ from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.call import call
 from pallas_kernels.gpu.kv import KVRing, RingMemory
 from pallas_kernels.gpu.merge import padded_columns
+from pallas_kernels.gpu.places import PageView
 from pallas_kernels.gpu.plan import DecodePlan, Field, GpuConfig, Keys
 from pallas_kernels.gpu.softmax import Reader, RowBounds, RowState, attend, of_head
 
@@ -43,7 +44,7 @@ def fixed_bytes(head_dim: int, head_dim_v: int) -> int:
 
 def decode_pieces(
     q: jax.Array,  # [S * tokens, Hq, D] in the compute dtype, `config.queries` tokens of each sequence
-    pages: tuple[jax.Array, jax.Array],
+    pages: tuple[PageView, PageView],  # of K and V, entries [Hkv, D] and [Hkv, Dv]
     block_tables: jax.Array,  # int32[S, P]
     plan: DecodePlan,
     scales: jax.Array,  # float32[1 or Hkv] of the keys
@@ -58,9 +59,10 @@ def decode_pieces(
     rows = jnp.pad(rows, [(0, 0), (0, config.padded_rows - rows.shape[1]), (0, 0)])
     num_pieces, columns = plan.pieces.shape[0], out_columns(config.head_dim_v)
     query_barrier = plgpu.Barrier(num_barriers=_QUERY_STAGES)
+    places = (pages[0].places, pages[1].places)
 
     def body(refs: _Refs) -> None:
-        ring = KVRing(config, refs.tables, refs.k_pages, refs.v_pages, refs.ring)
+        ring = KVRing(config, refs.tables, refs.k_pages, refs.v_pages, places, refs.ring)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == _ATTENDING)(lambda: _attend_pieces(refs, ring))
         pl.when(warpgroup == _FETCHING)(lambda: _fetch_pieces(refs, ring))
@@ -73,8 +75,8 @@ def decode_pieces(
         grid={"block": plan.blocks.shape[0]},
         inputs={
             "q": rows,
-            "k_pages": pages[0],
-            "v_pages": pages[1],
+            "k_pages": pages[0].entries,
+            "v_pages": pages[1].entries,
             "tables": block_tables,
             "pieces": plan.pieces,
             "blocks": plan.blocks,
@@ -101,8 +103,8 @@ class _Refs(NamedTuple):
     """References of a thread block."""
 
     q: Any  # [S * Hkv, rows, D]
-    k_pages: Any  # [pages, page_size, Hkv, D]
-    v_pages: Any  # [pages, page_size, Hkv, Dv]
+    k_pages: Any  # [tokens, Hkv, D]
+    v_pages: Any  # [tokens, Hkv, Dv]
     tables: Any  # int32[S, P]
     pieces: Any  # int32[pieces, fields] of `DecodePlan`
     blocks: Any  # int32[C, 2] of `DecodePlan`

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.call import call
 from pallas_kernels.gpu.kv import KVRing, RingMemory, copy_sources
+from pallas_kernels.gpu.places import PageView
 from pallas_kernels.gpu.plan import LARGEST_FLOAT16, GpuConfig, Keys, block_slots
 from pallas_kernels.gpu.softmax import (
     Reader,
@@ -83,7 +84,7 @@ class Split(NamedTuple):
 
 def prefill_tiles(
     q: jax.Array,  # [T, Hq, D], T at least the tokens of a tile
-    pages: tuple[jax.Array, jax.Array],
+    pages: tuple[PageView, PageView],  # of K and V, entries [Hkv, D] and [Hkv, Dv]
     block_tables: jax.Array,  # int32[S, P]
     tiles: jax.Array,  # int32[tiles, fields] of plan_tiles
     scales: jax.Array,  # float32[1 or Hkv] of the keys
@@ -96,14 +97,14 @@ def prefill_tiles(
     num_tokens, num_q_heads, _ = q.shape
     shape = TileShape.of(config.group)
     num_parts = num_q_heads // shape.heads
-    rows = (WARPGROUPS, mosaic.ROWS)
+    rows, places = (WARPGROUPS, mosaic.ROWS), (pages[0].places, pages[1].places)
     grid = {"tile": tiles.shape[0], "part": num_parts}
     if split.num_blocks is not None:
         grid = {"block": min(split.num_blocks, tiles.shape[0] * num_parts)}
 
     def body(refs: _Refs) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        ring = KVRing(config, refs.tables, refs.k_pages, refs.v_pages, refs.ring, reader=warpgroup)
+        ring = KVRing(config, refs.tables, refs.k_pages, refs.v_pages, places, refs.ring, reader=warpgroup)
 
         def run(each: _Each) -> None:
             pl.when(warpgroup < WARPGROUPS)(lambda: _attend(refs, ring, shape, warpgroup, split.fetches_apart, each))
@@ -123,8 +124,8 @@ def prefill_tiles(
         grid=grid,
         inputs={
             "q": q,
-            "k_pages": pages[0],
-            "v_pages": pages[1],
+            "k_pages": pages[0].entries,
+            "v_pages": pages[1].entries,
             "tables": block_tables,
             "tiles": tiles,
             "scales": scales,
@@ -152,8 +153,8 @@ class _Refs(NamedTuple):
     """References of a thread block."""
 
     q: Any  # [T, Hq, D]
-    k_pages: Any  # [pages, page_size, Hkv, D]
-    v_pages: Any  # [pages, page_size, Hkv, Dv]
+    k_pages: Any  # [tokens, Hkv, D]
+    v_pages: Any  # [tokens, Hkv, Dv]
     tables: Any  # int32[S, P]
     tiles: Any  # int32[tiles, fields]
     scales: Any  # float32[1 or Hkv]

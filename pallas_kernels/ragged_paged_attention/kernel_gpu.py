@@ -19,7 +19,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.merge import merge_pieces
+from pallas_kernels.gpu.places import PageView, reason_of_places
 from pallas_kernels.gpu.plan import (
+    MIN_GROUP_ROWS,
     MIN_STAGES,
     GpuConfig,
     block_slots,
@@ -75,7 +77,8 @@ def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_head
         return f"GPU kernels take head dimensions from 64 to 256 in steps of {unit}, got {head_dim} and {head_dim_v}"
     if q.shape[1] > num_kv_heads * mosaic.ROWS:
         return f"GPU kernels take at most {mosaic.ROWS} query heads per KV head, got {q.shape[1] // num_kv_heads}"
-    return mosaic.reason_without_hopper()
+    of_places = (reason_of_places(array, 2, MIN_GROUP_ROWS) for array in pages)
+    return next(filter(None, of_places), None) or mosaic.reason_without_hopper()
 
 
 def plan(
@@ -131,7 +134,7 @@ def ragged_paged_attention(
     else:
         planned = check_planned(OP, schedule, GpuSchedule, sizes)
     layer = _Layer(
-        pages=(pages[0], pages[1]),
+        pages=(PageView.of(pages[0], 2), PageView.of(pages[1], 2)),
         block_tables=block_tables,
         k_scale=as_scales(k_scale),
         v_scale=as_scales(v_scale),
@@ -155,7 +158,7 @@ def ragged_paged_attention(
 class _Layer(NamedTuple):
     """What decoding and prefill share."""
 
-    pages: tuple[jax.Array, jax.Array]
+    pages: tuple[PageView, PageView]  # entries [Hkv, D] and [Hkv, Dv]
     block_tables: jax.Array  # int32[S, P]
     k_scale: jax.Array  # float32[1 or Hkv]
     v_scale: jax.Array  # float32[1 or Hkv]
