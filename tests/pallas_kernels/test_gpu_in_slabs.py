@@ -1,0 +1,49 @@
+"""The GPU kernels over pages in slabs: what they give over arrays of their own, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cases.case import Arguments, Case
+from pallas_kernels.cases.find import case_types
+from pallas_kernels.cases.in_slabs import apart, in_slabs
+from pallas_kernels.interpret import compile_for
+from tests.pallas_kernels.test_in_slabs import assert_equal_bits
+
+KERNELS = (("ragged_paged_attention", "gpu"),)
+CASES = [
+    pytest.param(op, backend, seed, marks=[pytest.mark.sweep] * (seed > 0))
+    for op, backend in KERNELS
+    for seed in range(12)
+]
+
+
+def placed_in_slabs(arguments: Arguments, rng: np.random.Generator, slots: int) -> Arguments:
+    """Slabs whose rest is no page, but as many rows as some eights of a page's slots take."""
+    rows = in_slabs(arguments, rng, packs=False).pages[0].place.page_rows
+    rest = int(rng.integers(3)) * max(1, 8 * rows // slots)
+    return in_slabs(arguments, rng, packs=False, blocks_per_slab=int(rng.integers(1, 4)), rest=rest)
+
+
+def check_case(case: Case, backend: str, rng: np.random.Generator) -> None:
+    arguments = case.hard_arguments(rng)
+    given = Arguments(tuple(jnp.array(array) for array in arguments.pages), arguments.rest)
+
+    def run(arguments: Arguments) -> Any:
+        call = compile_for(backend, lambda arguments: case.call(backend, *arguments), arguments, watch_races=False)
+        return call(arguments)
+
+    placed = placed_in_slabs(given, rng, getattr(case, "page", 1))
+    expected, found = run(given), run(placed)
+    assert_equal_bits(found.outs, expected.outs)
+    assert_equal_bits(apart(found, given.pages[0].shape[0]).pages, expected.pages)
+
+
+@pytest.mark.parametrize(("op", "backend", "seed"), CASES)
+def test_a_kernel_gives_the_same_in_slabs(op: str, backend: str, seed: int) -> None:
+    rng = np.random.default_rng([seed, *op.encode()])
+    check_case(case_types()[op].random(rng, backend), backend, rng)
