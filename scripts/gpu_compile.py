@@ -58,6 +58,8 @@ def problems(record: dict[str, Any], allowed_spill_bytes: int = 0) -> list[str]:
         if record["aliased_bytes"] < record["donated_bytes"]:
             expected, got = record["donated_bytes"], record["aliased_bytes"]
             found.append(f"{record['case']}: expected {expected} bytes updated in place, got {got}")
+        if record["donated_bytes"] and record["temporary_bytes"] >= record["donated_bytes"]:
+            found.append(f"{record['case']}: expected less temporary bytes than pages, got {record['temporary_bytes']}")
         if record["copies"]:
             found.append(f"{record['case']}: expected no copy of a page array, got {record['copies']}")
         for step, count in record.get("launches_by_layer", {}).items():

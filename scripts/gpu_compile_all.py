@@ -2,7 +2,7 @@
 
     python scripts/gpu_compile_all.py                       all, one after the other; about 30 s a case
     python scripts/gpu_compile_all.py --op kv_write         of one op
-    python scripts/gpu_compile_all.py --subset              what CI runs, three minutes on two cores
+    python scripts/gpu_compile_all.py --subset              what CI runs, four minutes on two cores
     python scripts/gpu_compile_all.py --results all.json    goes on where an earlier run was stopped
 
 Shapes: the layers of models that an op's cases.py names, on one of 1, 2, 4 and 8 tensor-parallel shards, each set of
@@ -54,6 +54,8 @@ LAYER_CASES = (
     "op=sparse heads=64 page=64 ratio=0",
 )
 LAYERS_IN_SUBSET = ("sinks=1 scales=1",)
+# Pages in slabs, of which some end with rows that are no page's.
+IN_SLABS = {"ragged_paged_attention": ("slabs=17 rest=32 heads=16 kv_heads=2 head_dim=256",)}
 # Of layers, as `Case.allowed_spills`: 64 x 256 sums of latents leave addresses no registers.
 ALLOWED_SPILL_BYTES = {("op=mla", "mla_"): 120, ("op=sparse", "sparse_mla_"): 380}
 
@@ -62,6 +64,7 @@ def cases(subset: bool) -> list[tuple[str, str]]:
     """(op, settings) of every compilation; the subset has every op."""
     types = compiled_types("gpu")
     found = {op: case_type.in_subset if subset else _settings(case_type) for op, case_type in types.items()}
+    found = {op: (*some, *IN_SLABS.get(op, ())) for op, some in found.items()}
     found[LAYERS] = LAYERS_IN_SUBSET if subset else LAYER_CASES
     return [(op, settings) for op, some in found.items() for settings in some]
 

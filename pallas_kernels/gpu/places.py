@@ -17,7 +17,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.slab_pages import ROW_BYTES, SlabArray
@@ -28,21 +27,26 @@ class PagePlaces(NamedTuple):
 
     pages_per_slab: int
     slab_len: int
-    page_len: int
+    page_len: int  # 0 where a slab has one page
     first: int
 
     @classmethod
     def of(cls, array: jax.Array | SlabArray, entry_dims: int) -> PagePlaces | None:
         """Of entries that are the last `entry_dims` dimensions; None: pages begin within such."""
-        page_shape = array.shape[1:]
-        if not isinstance(array, SlabArray):
-            return cls(1, math.prod(page_shape[: len(page_shape) - entry_dims]), 0, 0)
-        place, entry_size = array.place, math.prod(page_shape[len(page_shape) - entry_dims :])
-        row = ROW_BYTES // array.dtype.itemsize
-        sizes = [rows * row for rows in (array.memory.shape[1], place.page_rows, place.first_row)]
+        pages_per_slab, *sizes = cls.of_numbers(array)
+        entry_size = math.prod(array.shape[array.ndim - entry_dims :])
         if any(size % entry_size for size in sizes):
             return None
-        return cls(place.blocks_per_slab, *(size // entry_size for size in sizes))
+        return cls(pages_per_slab, *(size // entry_size for size in sizes))
+
+    @classmethod
+    def of_numbers(cls, array: jax.Array | SlabArray) -> PagePlaces:
+        """Of entries that are single numbers."""
+        if not isinstance(array, SlabArray):
+            return cls(1, math.prod(array.shape[1:]), 0, 0)
+        place, row = array.place, ROW_BYTES // array.dtype.itemsize
+        page_rows = place.page_rows if place.blocks_per_slab > 1 else 0
+        return cls(place.blocks_per_slab, array.memory.shape[1] * row, page_rows * row, place.first_row * row)
 
     @property
     def step(self) -> int:
@@ -53,7 +57,7 @@ class PagePlaces(NamedTuple):
         """(slab of a page, the first of its entries in the slab)."""
         if self.pages_per_slab == 1:
             return page, self.first
-        per_slab = jnp.int32(self.pages_per_slab)
+        per_slab = lax.full_like(page, self.pages_per_slab)
         return lax.div(page, per_slab), lax.rem(page, per_slab) * self.page_len + self.first
 
     def entry(self, page: jax.Array) -> jax.Array:
@@ -74,10 +78,17 @@ class PageView(NamedTuple):
         places = PagePlaces.of(array, entry_dims)
         assert places is not None, f"expected pages of whole entries, see reason_of_places; got {array}"
         entry = array.shape[array.ndim - entry_dims :]
-        return cls(numbers(array).reshape(-1, *entry), places)
+        return cls(memory_numbers(array).reshape(-1, *entry), places)
 
 
-def numbers(array: jax.Array | SlabArray) -> jax.Array:
+def memory_size(array: jax.Array | SlabArray) -> int:
+    """How many numbers `memory_numbers` has."""
+    if not isinstance(array, SlabArray):
+        return math.prod(array.shape)
+    return array.memory.size * array.memory.dtype.itemsize // array.dtype.itemsize
+
+
+def memory_numbers(array: jax.Array | SlabArray) -> jax.Array:
     """All numbers of the slabs' memory, of whichever array they are; of an array of its own its numbers."""
     if not isinstance(array, SlabArray):
         return array

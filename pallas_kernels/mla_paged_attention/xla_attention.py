@@ -57,7 +57,7 @@ def mla_paged_attention(
     step = Step(queries, cache, mask, sinks, scale, q_nope.dtype, limits)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     if by_triton is not None:
-        out, lse = triton.attend_step(step, batch, (states_of_pages(pages[0])[:, :, None], None), by_triton)
+        out, lse = triton.attend_step(step, batch, (states_of_pages(pages[0]), None), by_triton)
     else:
         out, lse = attend_step(step, batch)
     return out[:, 0], lse[:, 0]

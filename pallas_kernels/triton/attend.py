@@ -28,7 +28,9 @@ from pallas_kernels.key_share import KeyShare
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.online_softmax import capped_sinks, finite
 from pallas_kernels.schedule import QueryTile
+from pallas_kernels.slab_pages import SlabArray
 from pallas_kernels.triton.call import LEAST, Part, call, load, numbers, power_from, powers, product, store
+from pallas_kernels.triton.pages import PageNumbers, slabs_of
 from pallas_kernels.xla.lanes import Lanes
 
 _MERGED_ROWS = LEAST  # of a program that merges
@@ -56,8 +58,8 @@ class Tokens(NamedTuple):
     """What a step's attention is of."""
 
     q: jax.Array  # [T, Hq, D] in the dtype of the products
-    keys: jax.Array  # [pages, slots, Hkv, D or more]
-    values: jax.Array | None  # [pages, slots, Hkv, Dv]; None: the first numbers of keys
+    keys: jax.Array | SlabArray  # [pages, slots, Hkv, D or more], or without heads
+    values: jax.Array | SlabArray | None  # [pages, slots, Hkv, Dv]; None: the first numbers of keys
     block_tables: jax.Array  # int32[S, P]
     scale: jax.Array  # float32[Hkv] of the logits
     v_scale: jax.Array  # float32[Hkv] of the results
@@ -69,6 +71,9 @@ class Tokens(NamedTuple):
 class Rule:
     """Static options of a kernel."""
 
+    keys: PageNumbers
+    values: PageNumbers
+    group: int  # query heads of a KV head
     mask: MaskRule
     soft_cap: float | None
     page_size: int
@@ -81,7 +86,7 @@ class Refs(NamedTuple):
     """Arrays as a program sees them."""
 
     q: Any
-    keys: Any
+    keys: Any  # [slabs, numbers]
     values: Any
     block_tables: Any
     scale: Any
@@ -105,9 +110,9 @@ class Program(NamedTuple):
     rows: jax.Array  # int32[n] its rows
 
     @classmethod
-    def here(cls, refs: Refs, sizes: Sizes, num_rows: int) -> Program:
+    def here(cls, rule: Rule, sizes: Sizes, num_rows: int) -> Program:
         """The one that asks."""
-        row, num_parts = pl.program_id(1), -(-_group(refs) // sizes.heads)
+        row, num_parts = pl.program_id(1), -(-rule.group // sizes.heads)
         rows = pl.program_id(2) * num_rows + lax.iota(jnp.int32, num_rows)
         return cls(pl.program_id(0), row, row // num_parts, row % num_parts * sizes.heads, rows)
 
@@ -136,18 +141,29 @@ def attend(
     """`results` with those of the tiles' tokens."""
     dim_v = results[0].shape[-1]
     context_size = None if tokens.share is None else tokens.share.size
-    rule = Rule(mask, soft_cap, page_size, dim_v, tokens.values is None, context_size)
+    num_kv_heads = tokens.scale.shape[0]
+    group, values = tokens.q.shape[1] // num_kv_heads, tokens.keys if tokens.values is None else tokens.values
+    rule = Rule(
+        keys=PageNumbers.of(tokens.keys),
+        values=PageNumbers.of(values),
+        group=group,
+        mask=mask,
+        soft_cap=soft_cap,
+        page_size=page_size,
+        dim_v=dim_v,
+        values_are_keys=tokens.values is None,
+        context_size=context_size,
+    )
     num_items = -(-tiles.num_pages * page_size // sizes.keys)
     num_tiles, num_lanes = tiles.seq.shape[0], sizes.num_lanes
     lanes = Lanes.of(num_items, num_lanes or num_tiles)
     inputs = [*_arguments(tokens), jnp.stack(tiles, axis=1), lanes.starts, lanes.ends, lanes.share.reshape(1)]
-    num_kv_heads, group = tokens.keys.shape[2], tokens.q.shape[1] // tokens.keys.shape[2]
     num_parts = -(-group // sizes.heads)
     options: dict[str, Any] = {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages}
 
     def body(kernel: Callable[..., None], num_rows: int, *refs: Any) -> None:
         own = Refs(*refs[: len(Refs._fields)])
-        kernel(own, refs[len(Refs._fields) :], Program.here(own, sizes, num_rows), rule, sizes)
+        kernel(own, refs[len(Refs._fields) :], Program.here(rule, sizes, num_rows), rule, sizes)
 
     if num_lanes is None:
         out, lse = call(
@@ -188,9 +204,9 @@ def _arguments(tokens: Tokens) -> list[jax.Array]:
     num_heads = tokens.q.shape[1]
     sinks = jnp.full(num_heads, -jnp.inf) if tokens.sinks is None else capped_sinks(tokens.sinks)
     rank = jnp.asarray(0 if tokens.share is None else tokens.share.rank, jnp.int32).reshape(1)
-    values = tokens.keys if tokens.values is None else tokens.values
+    keys, values = slabs_of(tokens.keys), slabs_of(tokens.keys if tokens.values is None else tokens.values)
     scales = (tokens.scale.astype(jnp.float32), tokens.v_scale.astype(jnp.float32))
-    return [tokens.q, tokens.keys, values, tokens.block_tables, *scales, sinks, rank]
+    return [tokens.q, keys, values, tokens.block_tables, *scales, sinks, rank]
 
 
 def _tiles_of_lanes(lanes: Lanes) -> jax.Array:
@@ -204,7 +220,7 @@ def _tiles_of_lanes(lanes: Lanes) -> jax.Array:
 def _whole(refs: Refs, written: tuple[Any, ...], program: Program, rule: Rule, sizes: Sizes) -> None:
     """A query tile."""
     number = program.number
-    own, rows = _tile(refs, number, program, sizes)
+    own, rows = _tile(refs, number, program, rule, sizes)
     state = _attend(refs, program, rule, sizes, own, rows, jnp.int32(0), refs.ends[number] - refs.starts[number])
     _write(refs, written, rule, rows, state)
 
@@ -216,7 +232,7 @@ def _lane(refs: Refs, pieces: tuple[Any, ...], program: Program, rule: Rule, siz
     end = begin + refs.share[0]
 
     def attend_tile(number: jax.Array, carry: jax.Array) -> jax.Array:
-        own, rows = _tile(refs, number, program, sizes)
+        own, rows = _tile(refs, number, program, rule, sizes)
         start = refs.starts[number]
         first, last = jnp.maximum(begin, start) - start, jnp.minimum(end, refs.ends[number]) - start
         m, weight, totals = _attend(refs, program, rule, sizes, own, rows, first, last)
@@ -233,7 +249,7 @@ def _lane(refs: Refs, pieces: tuple[Any, ...], program: Program, rule: Rule, siz
 def _merge(refs: Refs, others: tuple[Any, ...], program: Program, rule: Rule, sizes: Sizes) -> None:
     """The pieces of a query tile."""
     (pieces, written), number, part = (others[:3], others[3:]), program.number, program.row
-    _, rows = _tile(refs, number, program, sizes)
+    _, rows = _tile(refs, number, program, rule, sizes)
     share, start, end = jnp.maximum(refs.share[0], 1), refs.starts[number], refs.ends[number]
     dims = powers(0, rule.dim_v)
 
@@ -250,20 +266,15 @@ def _merge(refs: Refs, others: tuple[Any, ...], program: Program, rule: Rule, si
     _write(refs, written, rule, rows, lax.fori_loop(start // share, end_lane, add, _empty(_MERGED_ROWS, dims)))
 
 
-def _group(refs: Refs) -> int:
-    """Query heads of a KV head."""
-    return refs.q.shape[1] // refs.keys.shape[2]
-
-
-def _tile(refs: Refs, number: jax.Array, program: Program, sizes: Sizes) -> tuple[QueryTile, Rows]:
+def _tile(refs: Refs, number: jax.Array, program: Program, rule: Rule, sizes: Sizes) -> tuple[QueryTile, Rows]:
     """(a query tile, the program's rows of it)."""
     own = QueryTile(*(refs.tiles[number, field] for field in range(len(QueryTile._fields))))
     row = program.rows
     query, head = row // sizes.heads, program.first_head + row % sizes.heads
     pos = own.first_pos + query
-    is_real = (query < sizes.queries) & (head < _group(refs)) & (pos >= 0) & (pos <= own.last_pos)
+    is_real = (query < sizes.queries) & (head < rule.group) & (pos >= 0) & (pos <= own.last_pos)
     token = jnp.where(is_real, own.token + query, 0)
-    return own, Rows(token, jnp.where(is_real, program.kv_head * _group(refs) + head, 0), pos, is_real)
+    return own, Rows(token, jnp.where(is_real, program.kv_head * rule.group + head, 0), pos, is_real)
 
 
 def _empty(num_rows: int, dims: tuple[Part, ...]) -> State:
@@ -294,8 +305,14 @@ def _attend(
         m, weight, totals = state
         page, slot, key_pos = _keys(refs, rule, own, i * sizes.keys, sizes.keys)
         seen = rule.mask.visible(key_pos, own.first_pos, own.last_pos, own.seq_len)
-        where, seen = (page[:, None], slot[:, None], head), seen[:, None]
-        k = [numbers(_load_columns(refs.keys, where, part, seen), dtype) for part in k_dims]
+        seen = seen[:, None]
+
+        def of_keys(ref: Any, pages: PageNumbers, part: Part) -> jax.Array:
+            heads = (head,) if len(pages.strides) == 3 else ()
+            where = pages.at(page[:, None], slot[:, None], *heads, part.place[None])
+            return numbers(load(ref, where, _within(part, seen)), dtype)
+
+        k = [of_keys(refs.keys, rule.keys, part) for part in k_dims]
         s = sum(product(x, y.T) for x, y in zip(q, k, strict=True)) * scale
         if rule.soft_cap is not None:
             s = rule.soft_cap * _tanh(s / rule.soft_cap)
@@ -305,7 +322,7 @@ def _attend(
         shrink, added = jnp.exp(m - finite(top)), jnp.sum(p, axis=1)
         v = k
         if not rule.values_are_keys:
-            v = [numbers(_load_columns(refs.values, where, part, seen), dtype) for part in v_dims]
+            v = [of_keys(refs.values, rule.values, part) for part in v_dims]
         new = [
             jnp.where(added[:, None] == 0, total, total * shrink[:, None] + product(p.astype(dtype), x))
             for total, x in zip(totals, v[: len(v_dims)], strict=True)
@@ -349,7 +366,7 @@ def _write(refs: Refs, written: tuple[Any, ...], rule: Rule, rows: Rows, state: 
     out, lse = written
     token = jnp.where(rows.is_real, rows.token, lse.shape[0])  # the interpreter writes what it does not, as it was
     store(lse, (token, rows.head), jnp.where(nothing, -jnp.inf, top + jnp.log(weight)), rows.is_real)
-    factor = load(refs.v_scale, (rows.head // _group(refs),)) * shrink / weight
+    factor = load(refs.v_scale, (rows.head // rule.group,)) * shrink / weight
     for dims, total in zip(powers(0, rule.dim_v), totals, strict=True):
         value = jnp.where(nothing[:, None], 0.0, total * factor[:, None])
         _store_columns(out, (token[:, None], rows.head[:, None]), dims, value, rows.is_real[:, None])
@@ -357,12 +374,14 @@ def _write(refs: Refs, written: tuple[Any, ...], rule: Rule, rows: Rows, state: 
 
 def _load_columns(ref: Any, place: tuple[Any, ...], part: Part, mask: Any = None) -> jax.Array:
     """A part of the vectors at `place`, 0 beyond its end."""
-    inside = None if part.is_whole else (part.place < part.first + part.size)[None]
-    mask = inside if mask is None else mask if inside is None else mask & inside
-    return load(ref, (*place, part.place[None]), mask)
+    return load(ref, (*place, part.place[None]), _within(part, mask))
 
 
 def _store_columns(ref: Any, place: tuple[Any, ...], part: Part, value: jax.Array, mask: Any = None) -> None:
+    store(ref, (*place, part.place[None]), value, _within(part, mask))
+
+
+def _within(part: Part, mask: Any) -> Any:
+    """`mask`, but nowhere beyond the end of a part; None: all."""
     inside = None if part.is_whole else (part.place < part.first + part.size)[None]
-    mask = inside if mask is None else mask if inside is None else mask & inside
-    store(ref, (*place, part.place[None]), value, mask)
+    return inside if mask is None else mask if inside is None else mask & inside

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.gpu.places import memory_size
+
 try:
     from jax.experimental.pallas import triton as plt
 except ImportError:  # deprecated since jax 0.11: a later one may not have it
@@ -49,7 +51,7 @@ def reason_without_triton() -> str | None:
 
 def reason_of_pages(pages: Sequence[Any]) -> str | None:
     """Why kernels in Triton cannot read page arrays, in words; None where they can."""
-    if any(page.dtype.itemsize == 1 and 2**31 < page.size <= 2**32 for page in pages):
+    if any(page.dtype.itemsize == 1 and 2**31 < memory_size(page) <= 2**32 for page in pages):
         return "Triton counts the entries of arrays of at most 4 GiB in 31 bits, got pages of 8 bits and 2 to 4 GiB"
     return reason_without_triton()
 

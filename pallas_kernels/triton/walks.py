@@ -50,7 +50,8 @@ class Walk(NamedTuple):
 def attend_step(step: Step, batch: Batch, pages: tuple[jax.Array, jax.Array | None], limits: Limits) -> Results:
     """Attention of all tokens [T, Hkv, G, ...] over all keys that each sees; 0 and -inf for those that see none.
 
-    `pages` are keys [pages, slots, Hkv, D] and values likewise, or None where values are the first numbers of keys.
+    `pages` are keys [pages, slots, Hkv, D] and values likewise, or [pages, slots, D] and None where there is one head
+    whose values are the first numbers of its keys.
     """
     rows, cache = step.queries.q.shape[:3], step.cache
     by_token = (rows[0], rows[1] * rows[2])

@@ -96,10 +96,14 @@ def test_complaints() -> None:
 
 def test_complaints_about_modules() -> None:
     module = {"case": "kv_write", "module": "kv_write", "donated_bytes": 8, "aliased_bytes": 8, "copies": 0}
+    module["temporary_bytes"] = 3
     assert gpu_compile.problems(module) == []
     assert "expected 8 bytes updated in place, got 4" in gpu_compile.problems({**module, "aliased_bytes": 4})[0]
+    assert (
+        "expected less temporary bytes than pages, got 8" in gpu_compile.problems({**module, "temporary_bytes": 8})[0]
+    )
     assert "expected no copy of a page array, got 2" in gpu_compile.problems({**module, "copies": 2})[0]
-    assert gpu_compile.report([{**module, "temporary_bytes": 3}]).splitlines()[1].split() == ["kv_write", *"8830"]
+    assert gpu_compile.report([module]).splitlines()[1].split() == ["kv_write", *"8830"]
 
 
 def test_a_kernel_may_spill_what_is_committed_for_it() -> None:
@@ -174,6 +178,7 @@ def test_a_kernel_fused_with_the_slice_of_its_weights_is_counted() -> None:
 
 def test_a_layer_of_many_launches_is_a_problem() -> None:
     module = {"case": "layers", "module": "layers", "donated_bytes": 8, "aliased_bytes": 8, "copies": 0}
+    module["temporary_bytes"] = 3
     module |= {"temporary_bytes": 3, "launches_by_layer": {"decode": 3, "mixed": 5}, "launches_to_plan": {}}
     module["launches_to_plan"] = {"decode": 9, "mixed": 12}
     assert gpu_compile.problems(module) == ["layers: expected at most 4 launches a mixed layer, got 5"]
@@ -200,10 +205,10 @@ def test_every_shape_is_compiled_once() -> None:
 
 
 def test_the_subset_has_every_op() -> None:
-    """And two cases more, so that CI's three minutes last."""
+    """And two cases more beside those in slabs, so that CI's four minutes last."""
     subset = gpu_compile_all.cases(subset=True)
     assert {op for op, _ in subset} == set(OPS)
-    assert len(subset) <= len(OPS) + 2
+    assert len(subset) <= len(OPS) + 2 + sum(map(len, gpu_compile_all.IN_SLABS.values()))
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, results: dict[str, list[dict[str, object]]]) -> list[str]:
