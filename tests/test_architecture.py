@@ -199,6 +199,7 @@ def test_folders_stay_small(tree: str) -> None:
 # What an op of pallas_kernels imports of other ops. All else that several ops share stands beside them.
 OPS_BELOW = {
     "compressor_update": ("kv_write",),
+    "gated_delta_rule": ("page_ops.tpu_states",),
     "mla_paged_attention": (
         "latent_write",
         "ragged_paged_attention.oracle",
@@ -206,6 +207,7 @@ OPS_BELOW = {
     ),
     "ragged_paged_attention": ("kv_write",),
     "sparse_mla_attention": ("latent_write",),
+    "ssm_update": ("page_ops.tpu_states",),
 }
 OPS = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py")}
 KERNEL_MODULES = [path for path in MODULES if path.is_relative_to(ROOT / "pallas_kernels")]

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from pallas_kernels.gated_delta_rule import tpu_chunks, tpu_decode
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.reference import TokenStates, prepared, scan
+from pallas_kernels.page_ops.tpu_states import array_of, by_dma
 from pallas_kernels.state_step import StateStep, StepArrays
 from pallas_kernels.tpu.mosaic import LANES
 from pallas_kernels.tpu.segments import num_decode_tokens, plan_segments
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 
 _MOST_VMEM_BYTES = 40 << 20
 
@@ -28,6 +30,9 @@ def reason_not_supported(v: jax.Array, k: jax.Array, g: jax.Array, states: jax.A
     """What of a call the kernels cannot do, in words; None if they can do it all."""
     if jnp.float16 in (v.dtype, states.dtype):
         return "TPU has no arithmetic on float16; use bfloat16"
+    reason = reason_of_slabs(states)
+    if reason is not None:
+        return reason
     key_dim, value_dim = states.shape[2:]
     if key_dim % LANES or value_dim % LANES:
         return f"the TPU kernels take keys and values in multiples of {LANES}, got {key_dim} and {value_dim}"
@@ -60,7 +65,8 @@ def gated_delta_rule(
     if num_tokens > 1 and arrays.state_write.shape[1] > 1:
         of_drafts = (tokens.num_kept > 1) & ~of_decode
         drafts = tokens._replace(place=jnp.where(of_drafts, tokens.place, -1))
-        scanned, states = scan(inputs, states, drafts, options, 1)
+        scanned, states = scan(inputs, by_dma(states), drafts, options, 1)
+        states = array_of(states)
         out = _where(of_drafts, scanned, out)
     return _where(tokens.place >= 0, out, jnp.zeros_like(out)).astype(inputs.v.dtype), states
 

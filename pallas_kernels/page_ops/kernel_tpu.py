@@ -23,16 +23,17 @@ from pallas_kernels.page_ops import reference, tpu_slabs
 from pallas_kernels.page_ops.tpu_call import Refs, run_once
 from pallas_kernels.slab_pages import SlabArray
 from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS, LONGEST_RUN_BYTES, copy_all, copy_runs
-from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Copy
-from pallas_kernels.tpu.slab_refs import reason_of_slabs
+from pallas_kernels.tpu.mosaic import LANES, Copy
+from pallas_kernels.tpu.slab_refs import reason_of_slab_rows
 
 _ZERO_BYTES = 1 << 20  # of VMEM, so many that a DMA's fixed costs do not count
 
 
 def reason_not_supported(pages: jax.Array, count: int) -> str | None:
     """What of a call the kernels cannot do, in words; None if they can do it all."""
-    if isinstance(pages, SlabArray) and pages.memory.shape[1] % SUBLANES:
-        return reason_of_slabs(pages)
+    reason = reason_of_slab_rows(pages)
+    if reason is not None:
+        return reason
     if pages.ndim < 3 and not isinstance(pages, SlabArray):
         return f"TPU kernels move pages of at least two dimensions, got {pages.ndim - 1}"
     if pages.dtype == jnp.float16:

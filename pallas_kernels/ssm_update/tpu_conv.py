@@ -4,7 +4,8 @@ Flow:    x, the inputs before each sequence -> [causal_conv1d] -> (out, states)
 
 Decode tokens are elementwise sums, which XLA makes one fusion of. XLA also reads and writes the states: it lays
 [pages, C, W - 1] out as W - 1 arrays [pages, C], so that a page is one sublane of a tile, which no DMA can address; its
-gather and scatter move the rows of the step's pages alone and update donated states in place.
+gather and scatter move the rows of the step's pages alone and update donated states in place. States in slabs are rows
+of their own, which DMAs move.
 
 Grid: channel tiles x segments (`tpu_plan`). A step reads a chunk's tokens once, keeps them in float32 after the last
 W - 1 inputs before them, and multiplies shifted rows of those. Bytes: x and out; flops 2 * W * T * C.
@@ -21,12 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.page_ops.tpu_states import array_of, by_dma
 from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.ssm_update.reference import ConvInputs
 from pallas_kernels.state_step import StateStep, StepArrays
 from pallas_kernels.tpu.call import Operand, call
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref
 from pallas_kernels.tpu.segments import Field, num_decode_tokens, plan_segments
+from pallas_kernels.tpu.slab_refs import reason_of_slab_rows
 
 _CHUNK = 256  # tokens
 _MOST_CHANNELS = 1024  # of a tile
@@ -42,7 +45,7 @@ def reason_not_supported(x: jax.Array, states: jax.Array, weight: jax.Array) -> 
         return f"TPU kernels take up to {_MOST_TAPS} taps, got {weight.shape[1]}"
     if jnp.float16 in (x.dtype, states.dtype):
         return "TPU has no arithmetic on float16; use bfloat16"
-    return None
+    return reason_of_slab_rows(states)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "chunk"))
@@ -58,6 +61,7 @@ def causal_conv1d(
     x, weight, bias = arguments
     num_tokens, num_channels = x.shape
     step = StateStep.of(num_tokens, arrays)
+    states = by_dma(states)
     inputs = ConvInputs.of(x, states, step)
     taps = weight.T.astype(jnp.float32)
     offset = jnp.zeros(num_channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
@@ -68,7 +72,7 @@ def causal_conv1d(
         out = _segments(inputs, taps, offset, arrays.distribution, activation, chunk)
         decoded = jnp.pad(decoded, [(0, num_tokens - decoded.shape[0]), (0, 0)])
         out = jnp.where((jnp.arange(num_tokens) < num_decode)[:, None], decoded, out)
-    return jnp.where((step.place >= 0)[:, None], out, 0).astype(x.dtype), inputs.written(states)
+    return jnp.where((step.place >= 0)[:, None], out, 0).astype(x.dtype), array_of(inputs.written(states))
 
 
 def _decode(inputs: ConvInputs, taps: jax.Array, offset: jax.Array, activation: str | None) -> jax.Array:

@@ -6,7 +6,8 @@ States move as in `tpu.decode_states`, a DMA per sequence and tile. Bytes: each 
 tokens are little; HBM binds.
 
 Mamba 2 keeps a head as [P, N]. What a token adds, x[p] * b[n], is a matrix product of 16 rows, x in parts that make it
-exact; outputs are one of c and the new states. Mamba 1 keeps channels in lanes, [N, H], and sums over sublanes.
+exact; outputs are one of c and the new states. Mamba 1 keeps channels in lanes, [N, H], in slabs [H / 128, N, 128],
+and sums over sublanes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.slab_pages import is_in_slabs
 from pallas_kernels.tpu.call import Operand
 from pallas_kernels.tpu.decode_states import TOKENS, Pages, largest_divisor, launch
 from pallas_kernels.tpu.mosaic import LANES, Ref
@@ -124,7 +126,7 @@ def _mamba2(
 
 @jax.jit
 def mamba1(
-    states: jax.Array,  # [pages, N, H]
+    states: jax.Array,  # [pages, N, H]; in slabs, a page as `PlaceInSlab.stored_shape` says
     x: jax.Array,  # float32[n, H] inputs times their time steps, n a multiple of 8
     dt: jax.Array,  # float32[n, H]
     a: jax.Array,  # float32[N, H]
@@ -135,7 +137,7 @@ def mamba1(
     num_decode: jax.Array,  # int32[]
 ) -> tuple[jax.Array, jax.Array]:
     """(c . state float32[n, H], right for the first `num_decode` tokens, states)."""
-    _, state_dim, num_channels = states.shape
+    state_dim, num_channels = a.shape
     tiles = largest_divisor(num_channels // LANES, _BUFFER_BYTES // (TOKENS * 4 * state_dim * LANES))
     width = tiles * LANES
     of_channels = pl.BlockSpec((TOKENS, width), lambda i, j, *_: (i, j))
@@ -151,8 +153,8 @@ def mamba1(
         ),
         Operand(jax.ShapeDtypeStruct(x.shape, jnp.float32), of_channels),
         states,
-        (state_dim, width),
-        1,
+        (tiles, state_dim, LANES) if is_in_slabs(states) else (state_dim, width),
+        0 if is_in_slabs(states) else 1,
         Pages(read, write, num_decode),
         name=f"scan_decode_c{width}",
     )
@@ -171,7 +173,7 @@ class _Channels(NamedTuple):
 def _mamba1(
     inputs: _Channels,
     out: Ref,  # float32[8, width]
-    before: Ref,  # [8, N, width]
+    before: Ref,  # [8, N, width]; in slabs [8, width / 128, N, 128]
     after: Ref,
 ) -> None:
     """One tile of channels of eight tokens."""
@@ -189,8 +191,9 @@ def _mamba1(
         for first in range(0, width, LANES):
             lanes = slice(first, first + LANES)
             decay = jnp.exp(dt[own, lanes] * a[:, lanes])
-            state = before[t, :, lanes].astype(jnp.float32) * decay + x[own, lanes] * inflow
-            after[t, :, lanes] = state.astype(after.dtype)
+            place = (t, slice(None), lanes) if len(before.shape) == 3 else (t, first // LANES)
+            state = before[place].astype(jnp.float32) * decay + x[own, lanes] * inflow
+            after[place] = state.astype(after.dtype)
             out[own, lanes] = jnp.sum(state * seen, axis=0, keepdims=True)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def chunk_tokens(num_channels: int) -> int:
 @jax.jit
 def scan(
     x: jax.Array,  # [T, H]
-    states: jax.Array,  # [pages, N, H]
+    states: jax.Array,  # [pages, N, H]; in slabs, a page as `PlaceInSlab.stored_shape` says
     dt: jax.Array,  # float32[T, H] time steps
     a: jax.Array,  # float32[N, H]
     b: jax.Array,  # [T, N]
@@ -48,7 +48,7 @@ def scan(
 ) -> tuple[jax.Array, jax.Array]:
     """(c . state [T, H], right for the tokens of the segments, states)."""
     num_tokens, num_channels = x.shape
-    state_dim = states.shape[1]
+    state_dim = a.shape[0]
     chunk = chunk_tokens(num_channels)
     num_chunks = pl.cdiv(num_tokens, chunk)
     padding = [(0, num_chunks * chunk - num_tokens), (0, 0)]
@@ -100,12 +100,12 @@ class _Refs(NamedTuple):
     scalars: Ref  # float32[1, 1, chunk * 2 * N] in SMEM: b and c of each token
     rates: Ref  # float32[N, rows, 128] a in base 2
     out: Ref  # [chunk, H]
-    states: Ref  # HBM [pages, N, H]
+    states: Ref  # HBM [pages, N, H]; in slabs [pages, H / 128, N, 128]
     inflow: Ref  # float32[chunk / 16, 16 * rows, 128] dt * x, the rows of a token together
     steps: Ref  # of dt
     seen: Ref  # of the outputs
     carry: Ref  # float32[N, rows, 128]
-    buffers: PageBuffers  # of [N, H]
+    buffers: PageBuffers  # of a page
 
 
 def _segment(refs: _Refs, *, room: int) -> None:
@@ -115,15 +115,15 @@ def _segment(refs: _Refs, *, room: int) -> None:
     coming, going = refs.buffers.coming, refs.buffers.going
 
     def take() -> None:
-        for row, lanes in _rows_of(coming):
-            carry[:, row] = coming[:, lanes].astype(jnp.float32)
+        for row, place in _rows_of(coming):
+            carry[:, row] = coming[place].astype(jnp.float32)
 
     def clear() -> None:
         carry[...] = jnp.zeros_like(carry)
 
     def give() -> None:
-        for row, lanes in _rows_of(going):
-            going[:, lanes] = carry[:, row].astype(going.dtype)
+        for row, place in _rows_of(going):
+            going[place] = carry[:, row].astype(going.dtype)
 
     pl.when(moves.begins_chunk)(lambda: _spread(refs.x, refs.dt, refs.inflow, refs.steps))
     moves.begin(take, clear)
@@ -164,9 +164,11 @@ def _segment(refs: _Refs, *, room: int) -> None:
     moves.end(give)
 
 
-def _rows_of(page: Ref) -> list[tuple[int, slice]]:
-    """(row, its channels) of each 128 channels of a page [N, H]."""
-    return [(row, slice(row * LANES, (row + 1) * LANES)) for row in range(page.shape[1] // LANES)]
+def _rows_of(page: Ref) -> list[tuple[int, tuple[Any, ...]]]:
+    """(row, where they are) of each 128 channels of a page [N, H] or, in slabs, [H / 128, N, 128]."""
+    if len(page.shape) == 3:
+        return [(row, (row,)) for row in range(page.shape[0])]
+    return [(row, (slice(None), slice(row * LANES, (row + 1) * LANES))) for row in range(page.shape[1] // LANES)]
 
 
 def _place(t: jax.Array, g: jax.Array, num_rows: int) -> tuple[jax.Array, pl.Slice]:

@@ -14,18 +14,24 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.page_ops.tpu_states import array_of, by_dma
+from pallas_kernels.slab_pages import is_in_slabs
 from pallas_kernels.ssm_update import tpu_decode, tpu_mamba1, tpu_ssd
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.reference import add_skip, scan_drafts, time_steps
 from pallas_kernels.state_step import StateStep, StepArrays
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES
 from pallas_kernels.tpu.segments import decode_pages, num_decode_tokens, plan_segments
+from pallas_kernels.tpu.slab_refs import reason_of_slabs
 
 _MOST_VMEM_BYTES = 40 << 20
 
 
 def reason_not_supported(x: jax.Array, states: jax.Array, b: jax.Array) -> str | None:
     """What of a call the kernels cannot do, in words; None if they can do it all."""
+    reason = reason_of_slabs(states)
+    if reason is not None:
+        return reason
     if jnp.float16 in (x.dtype, states.dtype, b.dtype):
         return "TPU has no arithmetic on float16; use bfloat16"
     num_bytes = _vmem_bytes(x, states)
@@ -72,7 +78,8 @@ def selective_scan(
     inputs = (x, time_steps(dt, dt_bias, dt_limit), a.astype(jnp.float32), b, c)
     out, states = _scan(*inputs, states, step, arrays.distribution)
     if step.write.shape[1] > 1:
-        of_drafts, drafts, states = scan_drafts(*inputs, states, step)
+        of_drafts, drafts, states = scan_drafts(*inputs, by_dma(states), step)
+        states = array_of(states)
         out = jnp.where(_of_tokens(of_drafts, x), drafts, out)
     return add_skip(out, x, d, step), states
 
@@ -89,8 +96,10 @@ def _scan(
 ) -> tuple[jax.Array, jax.Array]:
     """(outputs float32 as x, right for sequences that keep their last state only; states)."""
     num_tokens, is_mamba1 = x.shape[0], x.ndim == 2
-    if is_mamba1:  # as XLA lays states of few numbers out, so that this moves nothing
-        states, a = states.swapaxes(1, 2), a.T
+    swaps = is_mamba1 and not is_in_slabs(states)
+    if swaps:  # as XLA lays states of few numbers out, so that this moves nothing
+        states = states.swapaxes(1, 2)
+    a = a.T if is_mamba1 else a
     num_decode = num_decode_tokens(step, distribution)
     out, states = _decode(x, states, dt, a, b, c, step, num_decode)
     if num_tokens > 1:
@@ -99,7 +108,7 @@ def _scan(
         scanned, states = (tpu_mamba1.scan if is_mamba1 else tpu_ssd.ssd)(x, states, dt, a, b, c, segments)
         out = jnp.pad(out, [(0, num_tokens - out.shape[0]), *[(0, 0)] * (x.ndim - 1)])
         out = jnp.where(_of_tokens(jnp.arange(num_tokens) < num_decode, x), out, scanned.astype(jnp.float32))
-    return out, states.swapaxes(1, 2) if is_mamba1 else states
+    return out, states.swapaxes(1, 2) if swaps else states
 
 
 def _decode(

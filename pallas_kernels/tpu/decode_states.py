@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.call import Operand, call
 from pallas_kernels.tpu.mosaic import SUBLANES, Copy, Ref
+from pallas_kernels.tpu.slab_refs import seen_shape
 
 TOKENS = SUBLANES  # of a step
 
@@ -144,7 +145,7 @@ def launch(
     name: str,
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) after `body(inputs, out, tiles of states before, after [8, *tile])` for every step."""
-    num_tiles = states.shape[1 + axis] // tile[axis]
+    num_tiles = seen_shape(states)[1 + axis] // tile[axis]
 
     def run(refs: _Refs) -> None:
         tiles = StateTiles(

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.mosaic import Copy, Ref
 from pallas_kernels.tpu.segments import Field
+from pallas_kernels.tpu.slab_refs import seen_shape
 
 
 class PageBuffers(NamedTuple):
@@ -33,7 +34,7 @@ class PageBuffers(NamedTuple):
     @classmethod
     def of(cls, states: jax.Array) -> PageBuffers:
         """For states [pages, ...]."""
-        page = pltpu.VMEM(states.shape[1:], states.dtype)
+        page = pltpu.VMEM(seen_shape(states)[1:], states.dtype)
         return cls(page, page, pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA, pltpu.SMEM((1,), jnp.int32))
 
 

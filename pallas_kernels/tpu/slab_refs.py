@@ -26,13 +26,19 @@ from pallas_kernels.slab_pages import PlaceInSlab, SlabArray
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref, is_interpreted
 
 
+def reason_of_slab_rows(pages: Any) -> str | None:
+    """Why no kernel moves rows of the slabs that hold an array of pages, in words; None if all do, or it is in none."""
+    if isinstance(pages, SlabArray) and pages.memory.shape[1] % SUBLANES:
+        return f"TPU kernels take slabs of a multiple of {SUBLANES} rows, got {pages.memory.shape[1]}"
+    return None
+
+
 def reason_of_slabs(pages: Any) -> str | None:
     """What of an array of pages in slabs no kernel can see, in words; None if all do, or they are in no slabs."""
-    if not isinstance(pages, SlabArray):
-        return None
-    place, rows = pages.place, pages.memory.shape[1]
-    if rows % SUBLANES:
-        return f"TPU kernels take slabs of a multiple of {SUBLANES} rows, got {rows}"
+    reason = reason_of_slab_rows(pages)
+    if reason is not None or not isinstance(pages, SlabArray):
+        return reason
+    place = pages.place
     if not place.packs and place.packing > 1:
         return f"TPU kernels read packed {place.dtype} in slabs; make them by places_of(packs=True)"
     if place.stored_shape[-1] != LANES or math.prod(place.stored_shape) != place.num_rows * place.packing * LANES:

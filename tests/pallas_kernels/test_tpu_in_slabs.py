@@ -16,12 +16,7 @@ from pallas_kernels.cases.in_slabs import apart, bits, in_slabs
 from pallas_kernels.interpret import compile_for
 from pallas_kernels.slab_pages import places_of
 
-OPS_OF_STATES = ("causal_conv1d", "gated_delta_rule", "selective_scan")
-TYPES = {
-    name: case_type
-    for name, case_type in case_types().items()
-    if "tpu" in case_type.backends and name not in OPS_OF_STATES
-}
+TYPES = {name: case_type for name, case_type in case_types().items() if "tpu" in case_type.backends}
 SEEDS = [pytest.param(seed, marks=[pytest.mark.sweep] * (seed > 0)) for seed in range(10)]
 
 
