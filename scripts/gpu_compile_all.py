@@ -55,7 +55,12 @@ LAYER_CASES = (
 )
 LAYERS_IN_SUBSET = ("sinks=1 scales=1",)
 # Pages in slabs, of which some end with rows that are no page's.
-IN_SLABS = {"ragged_paged_attention": ("slabs=17 rest=32 heads=16 kv_heads=2 head_dim=256",)}
+IN_SLABS = {
+    "ragged_paged_attention": ("slabs=17 rest=32 heads=16 kv_heads=2 head_dim=256",),
+    "gated_delta_rule": ("slabs=1 rest=96",),
+    "causal_conv1d": ("slabs=1 rest=1024",),
+    "selective_scan": ("slabs=1 rest=96",),
+}
 # Of layers, as `Case.allowed_spills`: 64 x 256 sums of latents leave addresses no registers.
 ALLOWED_SPILL_BYTES = {("op=mla", "mla_"): 120, ("op=sparse", "sparse_mla_"): 380}
 

@@ -38,6 +38,7 @@ from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.reference import inverse_length
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.call import call
+from pallas_kernels.gpu.places import PagePlaces, PageView, reason_of_places, with_memory
 from pallas_kernels.gpu.recurrence import over_tokens
 from pallas_kernels.state_step import StateStep, StepArrays
 
@@ -66,7 +67,8 @@ def reason_not_supported(v: jax.Array, k: jax.Array, g: jax.Array, states: jax.A
         return f"GPU kernels take keys in multiples of {step} up to {most} numbers, got {key_dim}"
     if value_dim % _NARROW:
         return f"GPU kernels take values in multiples of {_NARROW} numbers, got {value_dim}"
-    return mosaic.reason_of_floats(v, k, g, states) or mosaic.reason_without_hopper()
+    of_floats = mosaic.reason_of_floats(v, k, g, states)
+    return of_floats or reason_of_places(states, 1, 1) or mosaic.reason_without_hopper()
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -82,8 +84,9 @@ def gated_delta_rule(
     q_lens = jnp.append(step.q_lens, v.shape[0] - num_real)  # the last: padding
     is_per_channel = g.ndim == 3
     tile = _Tile.of(v.shape, key_dim, k.shape[1], q_lens.shape[0] - 1, is_per_channel)
+    rows, places = PageView.of(states, 1)
     results = call(
-        functools.partial(_walk, tile=tile),
+        functools.partial(_walk, tile=tile, places=places),
         _Refs,
         name=f"delta_c{tile.columns}_t{tile.num_tokens}{'_channel' if is_per_channel else ''}",
         grid={"seq": q_lens.shape[0], "head": num_heads, "tile": value_dim // tile.columns},
@@ -98,10 +101,10 @@ def gated_delta_rule(
             "g": g,
             "factors": _factors(inputs, options),
         },
-        in_place={"states": states},
+        in_place={"states": rows},
         outputs={"out": jax.ShapeDtypeStruct(v.shape, v.dtype)},
     )
-    return results["out"], results["states"]
+    return results["out"], with_memory(states, results["states"])
 
 
 class _Refs(NamedTuple):
@@ -116,7 +119,7 @@ class _Refs(NamedTuple):
     v: Any  # [T, H, V]
     g: Any  # [T, H] or [T, H, K]
     factors: Any  # float32[T, H, factors]
-    states: Any  # [pages, H, K, V]
+    states: Any  # [rows, V], K rows of each of a page's H heads
     out: Any  # [T, H, V]
 
 
@@ -191,6 +194,7 @@ class _Share(NamedTuple):
 
     refs: _Refs
     tile: _Tile
+    places: PagePlaces  # in rows
     seq: jax.Array
     head: jax.Array
     columns: Any  # of the head
@@ -232,25 +236,28 @@ class _Share(NamedTuple):
         target = self.refs.out.at[token, self.head, self.columns]
         mosaic.store_plain(target, out.astype(self.refs.out.dtype))
 
+    def in_page(self, page: jax.Array) -> Any:
+        """The tile of a page's state, a reference."""
+        key_dim = self.tile.key_dim
+        return self.refs.states.at[pl.ds(self.places.entry(page) + self.head * key_dim, key_dim), self.columns]
+
     def store_state(self, page: jax.Array, state: jax.Array) -> None:
         """Stores a state in a page."""
-        target = self.refs.states.at[page, self.head, :, self.columns]
-        mosaic.store_plain(target, state.astype(self.refs.states.dtype))
+        mosaic.store_plain(self.in_page(page), state.astype(self.refs.states.dtype))
 
 
-def _walk(refs: _Refs, tile: _Tile) -> None:
+def _walk(refs: _Refs, tile: _Tile, places: PagePlaces) -> None:
     """One tile of one head of one sequence over its tokens; padding and the long sequences, which are last, first."""
     padding = refs.read.shape[0]
     seq = padding - lax.axis_index("seq")
     head = lax.axis_index("head")
     columns = pl.ds(pl.multiple_of(lax.axis_index("tile") * tile.columns, tile.columns), tile.columns)
     first, count = refs.starts[seq], refs.q_lens[seq]
-    share = _Share(refs, tile, seq, head, columns, first, first + count)
+    share = _Share(refs, tile, places, seq, head, columns, first, first + count)
 
     @pl.when((seq < padding) & (count > 0))
     def _() -> None:
-        page = refs.states.at[refs.read[seq], head, :, columns]
-        over_tokens(share, mosaic.load(page, tile.layout).astype(jnp.float32))
+        over_tokens(share, mosaic.load(share.in_page(refs.read[seq]), tile.layout).astype(jnp.float32))
 
     @pl.when(seq == padding)
     def _() -> None:

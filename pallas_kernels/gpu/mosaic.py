@@ -324,6 +324,24 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
+def load_columns(ref: Any, num_columns: int) -> list[jax.Array]:
+    """The columns, strided in memory, of `ref` [rows * num_columns], rows a multiple of 128, as `ONE_PER_THREAD`."""
+    if is_interpreted():  # it knows no references of another shape
+        return list(ref[...].reshape(-1, num_columns).T)
+    rows = ref.reshape(ref.shape[0] // num_columns, num_columns)
+    return [load(rows.at[:, n], ONE_PER_THREAD) for n in range(num_columns)]
+
+
+def store_columns(ref: Any, columns: Sequence[jax.Array]) -> None:
+    """Stores what `load_columns` gives."""
+    if is_interpreted():
+        ref[...] = jnp.stack(columns, axis=1).reshape(-1)
+        return
+    rows = ref.reshape(ref.shape[0] // len(columns), len(columns))
+    for n, column in enumerate(columns):
+        store_plain(rows.at[:, n], column)
+
+
 def zeros(shape: tuple[int, ...], dtype: Any, layout: Any) -> jax.Array:
     """Zeros in registers of this layout, from where they may be stored."""
     x = jnp.zeros(shape, dtype)

@@ -14,9 +14,11 @@ memory of slabs is seen so without a copy, whatever else lies in it; elsewhere X
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.slab_pages import ROW_BYTES, SlabArray
@@ -93,6 +95,20 @@ def memory_numbers(array: jax.Array | SlabArray) -> jax.Array:
     if not isinstance(array, SlabArray):
         return array
     return lax.bitcast_convert_type(array.memory, array.dtype)
+
+
+def slabs_of(array: jax.Array | SlabArray) -> jax.Array:
+    """[slabs, numbers] all numbers of the memory that the pages lie in."""
+    return memory_numbers(array).reshape(array.memory.shape[0] if isinstance(array, SlabArray) else array.shape[0], -1)
+
+
+def with_memory(array: jax.Array | SlabArray, numbers: jax.Array) -> Any:
+    """The array of pages whose numbers, as `memory_numbers` has them but for the shape, a kernel has changed."""
+    if not isinstance(array, SlabArray):
+        return numbers.reshape(array.shape)
+    packing = array.place.packing
+    words = numbers.reshape(*array.memory.shape, *([packing] if packing > 1 else []))
+    return replace(array, memory=lax.bitcast_convert_type(words, jnp.uint32))
 
 
 def reason_of_places(array: jax.Array | SlabArray, entry_dims: int, step: int) -> str | None:

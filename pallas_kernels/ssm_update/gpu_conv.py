@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.call import call
+from pallas_kernels.gpu.places import PagePlaces, slabs_of, with_memory
 from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.state_step import StateStep, StepArrays
 
@@ -73,15 +74,15 @@ def causal_conv1d(
     taps = weight.T.astype(jnp.float32)
     offset = jnp.zeros(num_channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
     results = call(
-        functools.partial(_walk, activation=activation),
+        functools.partial(_walk, places=PagePlaces.of_numbers(states), activation=activation),
         _Refs,
         name=f"conv1d_w{num_taps}",
         grid={"piece": table.shape[0], "tile": num_channels // _CHANNELS},
         inputs={"table": table, "x": x, "taps": taps, "offset": offset},
-        in_place={"states": states},
+        in_place={"states": slabs_of(states)},
         outputs={"out": jax.ShapeDtypeStruct(x.shape, x.dtype)},
     )
-    return results["out"], results["states"]
+    return results["out"], with_memory(states, results["states"])
 
 
 class _Refs(NamedTuple):
@@ -91,7 +92,7 @@ class _Refs(NamedTuple):
     x: Any  # [T, C]
     taps: Any  # float32[W, C]
     offset: Any  # float32[C]
-    states: Any  # [pages, C, W - 1]
+    states: Any  # [slabs, numbers], of a page [C, W - 1]
     out: Any  # [T, C]
 
 
@@ -119,7 +120,7 @@ def pieces(step: StateStep, num_tokens: int, piece: int) -> jax.Array:
     return jnp.stack([fields[field] for field in sorted(fields)], axis=1).astype(jnp.int32)
 
 
-def _walk(refs: _Refs, activation: str | None) -> None:
+def _walk(refs: _Refs, places: PagePlaces, activation: str | None) -> None:
     """One tile of channels of one piece."""
     piece = lax.axis_index("piece")
     token, count, place, left, read, is_padding, write = (refs.table[piece, field] for field in Field)
@@ -134,7 +135,12 @@ def _walk(refs: _Refs, activation: str | None) -> None:
         return tuple(load(refs.x.at[lax.max(end - n, jnp.int32(0)), channels]) for n in range(before, 0, -1))
 
     def of_page() -> tuple[jax.Array, ...]:
-        return tuple(load(refs.states.at[read, channels, n]) for n in range(before))
+        return tuple(one.astype(jnp.float32) for one in mosaic.load_columns(in_page(read), before))
+
+    def in_page(page: jax.Array) -> Any:
+        """The channels of a page's state, a reference [channels * (W - 1)]."""
+        slab, number = places.slab_and_entry(page)
+        return refs.states.at[slab, pl.ds(number + channels.start * before, _CHANNELS * before)]
 
     @pl.when(count > 0)
     def _() -> None:
@@ -159,8 +165,7 @@ def _walk(refs: _Refs, activation: str | None) -> None:
         window = lax.fori_loop(0, token + count - rest, functools.partial(some, 1, rest), window)
 
         def store(page: jax.Array, state: tuple[jax.Array, ...]) -> None:
-            for n, one in enumerate(state):
-                mosaic.store_plain(refs.states.at[page, channels, n], one.astype(refs.states.dtype))
+            mosaic.store_columns(in_page(page), [one.astype(refs.states.dtype) for one in state])
 
         @pl.when(write > 0)
         def _() -> None:

@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.call import call
+from pallas_kernels.gpu.places import PagePlaces, PageView, reason_of_places, with_memory
 from pallas_kernels.gpu.recurrence import over_tokens
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.reference import add_skip, time_steps
@@ -52,7 +53,7 @@ def reason_not_supported(x: jax.Array, states: jax.Array) -> str | None:
     if rows % step:
         what = "channels" if x.ndim == 2 else "heads"
         return f"GPU kernels take {what} in multiples of {step} for states of {state_dim} numbers, got {rows}"
-    return mosaic.reason_of_floats(x, states) or mosaic.reason_without_hopper()
+    return mosaic.reason_of_floats(x, states) or reason_of_places(states, 1, 1) or mosaic.reason_without_hopper()
 
 
 @functools.partial(jax.jit, static_argnames="dt_limit")
@@ -66,8 +67,8 @@ def selective_scan(
     inputs = (x, dt, a, b, c)
     if x.ndim == 2:  # as one head
         inputs = (x[:, None], dt[:, None], a[None], b[:, None], c[:, None])
-    out, after = _scan(step, *inputs, states if x.ndim == 3 else states[:, None])
-    return add_skip(out.reshape(x.shape), x, d, step), after.reshape(states.shape)
+    out, after = _scan(step, *inputs, PageView.of(states, 1))
+    return add_skip(out.reshape(x.shape), x, d, step), with_memory(states, after)
 
 
 def _scan(
@@ -77,14 +78,14 @@ def _scan(
     a: jax.Array,  # float32[H]; Mamba 1: [1, P, N]
     b: jax.Array,  # [T, G, N]
     c: jax.Array,
-    states: jax.Array,  # [pages, H, P, N]
+    states: PageView,  # entries [N], of a page H * P
 ) -> tuple[jax.Array, jax.Array]:
-    """(c . state float32[T, H, P], undefined for padding; states)."""
-    _, num_heads, num_rows, state_dim = states.shape
+    """(c . state float32[T, H, P], undefined for padding; entries)."""
+    (_, num_heads, num_rows), state_dim = x.shape, b.shape[2]
     most_tokens = _MOST_TOKENS if x.shape[0] > step.q_lens.shape[0] else 1
     tile = _Tile.of(num_rows, num_heads // b.shape[1], state_dim, dt.ndim == 3, b.dtype.itemsize, most_tokens)
     results = call(
-        functools.partial(_walk, tile=tile),
+        functools.partial(_walk, tile=tile, places=states.places),
         _Refs,
         name=f"scan{1 if tile.is_mamba1 else 2}_r{tile.rows}_t{tile.num_tokens}",
         grid={"seq": step.q_lens.shape[0], "head": num_heads, "tile": num_rows // tile.rows},
@@ -99,7 +100,7 @@ def _scan(
             "b": b,
             "c": c,
         },
-        in_place={"states": states},
+        in_place={"states": states.entries},
         outputs={"out": jax.ShapeDtypeStruct(x.shape, jnp.float32)},
     )
     return results["out"], results["states"]
@@ -117,7 +118,7 @@ class _Refs(NamedTuple):
     a: Any  # float32[H]; Mamba 1: [1, P, N]
     b: Any  # [T, G, N]
     c: Any  # [T, G, N]
-    states: Any  # [pages, H, P, N]
+    states: Any  # [rows, N], P rows of each of a page's H heads
     out: Any  # float32[T, H, P]
 
 
@@ -169,6 +170,7 @@ class _Share(NamedTuple):
 
     refs: _Refs
     tile: _Tile
+    places: PagePlaces  # in rows of states
     head: jax.Array
     rows: Any  # of the head
     a: jax.Array  # of the head; Mamba 1: of the tile
@@ -207,11 +209,17 @@ class _Share(NamedTuple):
 
     def store_state(self, page: jax.Array, state: jax.Array) -> None:
         """Stores a state in a page."""
-        target = self.refs.states.at[page, self.head, self.rows]
+        target = _in_page(self.refs, self.places, page, self.head, self.rows)
         mosaic.store_plain(target, state.astype(self.refs.states.dtype))
 
 
-def _walk(refs: _Refs, tile: _Tile) -> None:
+def _in_page(refs: _Refs, places: PagePlaces, page: jax.Array, head: jax.Array, rows: Any) -> Any:
+    """Rows of a head of a page's state, a reference."""
+    num_rows = refs.x.shape[2]
+    return refs.states.at[pl.ds(places.entry(page) + head * num_rows + rows.start, rows.size)]
+
+
+def _walk(refs: _Refs, tile: _Tile, places: PagePlaces) -> None:
     """One tile of one head of one sequence: its state over all new tokens. The last sequences, the long ones, first."""
     seq = refs.q_lens.shape[0] - 1 - lax.axis_index("seq")
     head = lax.axis_index("head")
@@ -220,9 +228,10 @@ def _walk(refs: _Refs, tile: _Tile) -> None:
 
     @pl.when(count > 0)
     def _() -> None:
-        state = mosaic.load(refs.states.at[refs.read[seq], head, rows], tile.layout).astype(jnp.float32)
+        page = _in_page(refs, places, refs.read[seq], head, rows)
+        state = mosaic.load(page, tile.layout).astype(jnp.float32)
         a = mosaic.load(refs.a.at[head, rows], tile.layout) if tile.is_mamba1 else refs.a[head]
-        over_tokens(_Share(refs, tile, head, rows, a, seq, first, first + count), state)
+        over_tokens(_Share(refs, tile, places, head, rows, a, seq, first, first + count), state)
 
 
 def _advance(tile: _Tile, state: jax.Array, a: jax.Array, token: _Token) -> tuple[jax.Array, jax.Array]:

@@ -23,9 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.gpu.places import slabs_of, with_memory
 from pallas_kernels.ssm_update.running_sums import RunningSums
 from pallas_kernels.state_step import StateStep
 from pallas_kernels.triton.call import LEAST, call, load, power_from, product, reason_without_triton, store
+from pallas_kernels.triton.pages import PageNumbers
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Refs(NamedTuple):
     read: Any  # int32[S]
     write: Any  # int32[S] 0: none
     out: Any  # as x
-    states: Any  # [pages, H, P, N]
+    states: Any  # [slabs, numbers], of a page [H, P, N]
 
 
 def reason_not_supported(x: jax.Array) -> str | None:
@@ -76,25 +78,25 @@ def scan_sequences(
     b, c = (y.astype(jnp.promote_types(b.dtype, c.dtype)) for y in (b, c))
 
     def body(*refs: Any) -> None:
-        _scan(Refs(*refs), sizes)
+        _scan(Refs(*refs), PageNumbers.of(states), sizes)
 
-    out, states = call(
+    out, after = call(
         body,
         name="scan_sequences",
         grid=(q_lens.shape[0], x.shape[1]),
         inputs=[x, dt, b, c, a, skip, step.starts, q_lens, step.read, step.last_write],
         outputs=[],
-        in_place=[out, states],
+        in_place=[out, slabs_of(states)],
         num_warps=sizes.num_warps,
         num_stages=1,
     )
-    return out, states
+    return out, with_memory(states, after)
 
 
-def _scan(refs: Refs, sizes: Sizes) -> None:
+def _scan(refs: Refs, pages: PageNumbers, sizes: Sizes) -> None:
     """A head of a sequence."""
     seq, head = pl.program_id(0), pl.program_id(1)
-    head_dim, state_dim = refs.states.shape[2:]
+    head_dim, state_dim = refs.x.shape[2], refs.b.shape[2]
     q_len = refs.q_lens[seq]
     row, column = (lax.iota(jnp.int32, max(LEAST, power_from(n))) for n in (head_dim, state_dim))
     inside = (row < head_dim)[:, None] & (column < state_dim)[None]
@@ -103,16 +105,17 @@ def _scan(refs: Refs, sizes: Sizes) -> None:
     def tile(i: jax.Array, state: jax.Array) -> jax.Array:
         return _tile(refs, sizes, seq, head, i * sizes.tokens, state)
 
-    before = load(refs.states, (refs.read[seq], *at), inside & (q_len > 0)).astype(jnp.float32)
+    before = load(refs.states, pages.at(refs.read[seq], *at), inside & (q_len > 0)).astype(jnp.float32)
     after = lax.fori_loop(0, (q_len + sizes.tokens - 1) // sizes.tokens, tile, before)
     page = refs.write[seq]
     is_written = (page > 0) & (q_len > 0)
-    store(refs.states, (jnp.where(is_written, page, refs.states.shape[0]), *at), after, inside & is_written)
+    place = pages.at(jnp.where(is_written, page, pages.count(refs.states)), *at)
+    store(refs.states, place, after, inside & is_written)
 
 
 def _tile(refs: Refs, sizes: Sizes, seq: jax.Array, head: jax.Array, first: jax.Array, state: jax.Array) -> jax.Array:
     """The state [P, N] after a tile of tokens, whose outputs are written."""
-    head_dim, state_dim = refs.states.shape[2:]
+    head_dim, state_dim = refs.x.shape[2], refs.b.shape[2]
     group = head // (refs.x.shape[1] // refs.b.shape[1])
     place = first + lax.iota(jnp.int32, sizes.tokens)
     row, column = (lax.iota(jnp.int32, n) for n in state.shape)

@@ -14,13 +14,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.gpu.places import PagePlaces, memory_numbers
+from pallas_kernels.gpu.places import PagePlaces
 from pallas_kernels.slab_pages import SlabArray
-
-
-def slabs_of(array: jax.Array | SlabArray) -> jax.Array:
-    """[slabs, numbers] all numbers of the memory that the pages lie in."""
-    return memory_numbers(array).reshape(array.memory.shape[0] if isinstance(array, SlabArray) else array.shape[0], -1)
 
 
 @dataclass(frozen=True)
@@ -43,3 +38,7 @@ class PageNumbers:
         for stride, place in zip(self.strides, index, strict=True):
             number = number + place * stride
         return slab, number
+
+    def count(self, slabs: Any) -> int:
+        """Pages of `slabs_of`: the first number that is none's."""
+        return int(slabs.shape[0]) * self.places.pages_per_slab

@@ -21,6 +21,10 @@ KERNELS = (
     ("ragged_paged_attention", "gpu"),
     ("ragged_paged_attention", "triton"),
     ("mla_paged_attention", "triton"),
+    ("gated_delta_rule", "gpu"),
+    ("causal_conv1d", "gpu"),
+    ("selective_scan", "gpu"),
+    ("selective_scan", "triton"),
 )
 CASES = [
     pytest.param(op, backend, seed, marks=[pytest.mark.sweep] * (seed > 0))
@@ -29,11 +33,20 @@ CASES = [
 ]
 
 
-def placed_in_slabs(arguments: Arguments, rng: np.random.Generator, slots: int) -> Arguments:
+def pages_in_slabs(arguments: Arguments, rng: np.random.Generator, slots: int) -> Arguments:
     """Slabs whose rest is no page, but as many rows as some eights of a page's slots take."""
     rows = in_slabs(arguments, rng, packs=False).pages[0].place.page_rows
-    rest = int(rng.integers(3)) * max(1, 8 * rows // slots)
+    rest = int(rng.integers(3)) * 8 * rows // slots
     return in_slabs(arguments, rng, packs=False, blocks_per_slab=int(rng.integers(1, 4)), rest=rest)
+
+
+def states_in_slabs(arguments: Arguments, rng: np.random.Generator) -> Arguments:
+    """Behind another array of the same pages, as recurrences' states are behind convolutions'; any rest."""
+    (states,), rest = arguments
+    both = Arguments((jnp.ones((states.shape[0], 7)), states), rest)
+    sizes = {"blocks_per_slab": int(rng.integers(1, 3)), "rest": int(rng.integers(4))}
+    column = in_slabs(both, rng, packs=False, **sizes).pages
+    return Arguments(replace(column, places=column.places[1:]), rest)
 
 
 def check_case(case: Case, backend: str, rng: np.random.Generator) -> None:
@@ -44,10 +57,16 @@ def check_case(case: Case, backend: str, rng: np.random.Generator) -> None:
         call = compile_for(backend, lambda arguments: case.call(backend, *arguments), arguments, watch_races=False)
         return call(arguments)
 
-    placed = placed_in_slabs(given, rng, getattr(case, "page", 1))
+    slots = getattr(case, "page", None)
+    placed = pages_in_slabs(given, rng, slots) if slots else states_in_slabs(given, rng)
     expected, found = run(given), run(placed)
     assert_equal_bits(found.outs, expected.outs)
-    assert_equal_bits(apart(found, given.pages[0].shape[0]).pages, expected.pages)
+    num_pages, column = given.pages[0].shape[0], placed.pages
+    assert_equal_bits(apart(found, num_pages).pages, expected.pages)
+    for i, array in enumerate(expected.pages):
+        column = column.after(column[i].at[jnp.arange(num_pages)].set(jnp.asarray(array)))
+    for array in found.pages:  # the words of others stay
+        assert_equal_bits(array.memory, column.memory)
 
 
 @pytest.mark.parametrize(("op", "backend", "seed"), CASES)
