@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass
 
 TPU_LANES = 128
+TPU_SUBLANES = 8
 TPU_WORD_BITS = 32
 ROW_BYTES = TPU_LANES * TPU_WORD_BITS // 8
 

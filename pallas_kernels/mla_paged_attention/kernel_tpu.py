@@ -46,7 +46,7 @@ from pallas_kernels.tpu.limits import (
 )
 from pallas_kernels.tpu.lse import by_head, lse_shape
 from pallas_kernels.tpu.mosaic import LANES, Copy
-from pallas_kernels.tpu.slab_refs import reason_of_slabs
+from pallas_kernels.tpu.slab_refs import page_names, reason_of_slabs
 
 _VMEM_LIMIT_BYTES = 64 << 20
 
@@ -104,7 +104,10 @@ def mla_paged_attention(
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq] or None) as `AttentionOutput` says."""
     num_tokens, num_heads, latent_dim = q_nope.shape
     num_seqs, num_columns = block_tables.shape
-    tables, ranks = flat_tables(block_tables, tables_in_hbm, num_tokens), 1 if share is None else share.size
+    tables, ranks = (
+        flat_tables(page_names(pages[0], block_tables), tables_in_hbm, num_tokens),
+        1 if share is None else share.size,
+    )
     is_decode = is_decode or num_tokens == 1
     if is_decode:  # whatever its sequences are called
         distribution = distribution.at[0].set(distribution[2])

@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit
 from pallas_kernels.tpu.items import ItemTable
 from pallas_kernels.tpu.mosaic import LANES, Ref, elements, load_row
+from pallas_kernels.tpu.slab_refs import named_page
 
 # int32 slots of a block -> bool: whether they are kept.
 MaskOf = Callable[[jax.Array], jax.Array]
@@ -117,4 +118,5 @@ class LatentBlocks:
     def _start_page(self, entry: jax.Array, j: jax.Array | int, *, slot: jax.Array, i: int) -> None:
         rows = self.pages.shape[1]
         target = self.buffer.at[slot, i, pl.ds(j * rows, rows)]
-        pltpu.make_async_copy(self.pages.at[self.items.entries[entry]], target, self.arrived.at[slot]).start()
+        source = named_page(self.pages, self.items.entries[entry])
+        pltpu.make_async_copy(source, target, self.arrived.at[slot]).start()

@@ -60,7 +60,7 @@ from pallas_kernels.tpu.limits import (
 )
 from pallas_kernels.tpu.lse import by_head, heads_to_lanes, lse_shape
 from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, chip_name, matrix_unit_lanes
-from pallas_kernels.tpu.slab_refs import reason_of_slabs
+from pallas_kernels.tpu.slab_refs import page_names, reason_of_slabs
 
 MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory
 _PAIR_BYTES = 12 << 20  # of VMEM, for two KV blocks at most
@@ -124,7 +124,7 @@ def ragged_paged_attention(
     if is_decode:  # whatever its sequences are called
         distribution = distribution.at[0].set(distribution[2])
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
-    tables = flat_tables(block_tables, tables_in_hbm, num_tokens)
+    tables = flat_tables(page_names(pages[0], block_tables), tables_in_hbm, num_tokens)
     group = num_q_heads // num_kv_heads
     tuning = tuning or tuned(q, pages[0], num_kv_heads, mask, block_tables.shape[1])
     common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables, share)
@@ -136,7 +136,8 @@ def ragged_paged_attention(
         written = pages[0]
     elif new_kv is not None and slot_mapping is not None:
         new_rows = kv_rows.packed_rows(*new_kv, pages[0], k_scale, v_scale)
-        write = _Write(write_runs(slot_mapping, page_size), written_pages(slot_mapping, page_size), new_rows)
+        names = page_names(pages[0], written_pages(slot_mapping, page_size))
+        write = _Write(write_runs(slot_mapping, page_size), names, new_rows)
 
     def configured(queries: int, q: jax.Array) -> TpuConfig:
         return _config(common, pages[0], q, block_tables.shape[1], queries, tuning)
@@ -169,7 +170,7 @@ class _Write(NamedTuple):
     """New KV to be written before it is read."""
 
     runs: jax.Array  # table of `write_runs`
-    pages: jax.Array  # of `written_pages`
+    pages: jax.Array  # names of those of `written_pages`
     rows: jax.Array  # [T, rows, packing, 128] as pages hold them
 
 

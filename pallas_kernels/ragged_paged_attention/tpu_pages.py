@@ -24,6 +24,7 @@ from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 from pallas_kernels.tpu.block_mask import kept_slots
 from pallas_kernels.tpu.items import ItemTable
 from pallas_kernels.tpu.mosaic import LANES, Ref, elements, load_row, packing, recast
+from pallas_kernels.tpu.slab_refs import named_page
 
 
 def buffer_shape(config: TpuConfig, pages: jax.Array) -> tuple[int, ...]:
@@ -111,7 +112,7 @@ class KVBlocks:
         return self.buffer.at[slot, pl.ds(page * size, count * size), pl.ds(0, self.pages.shape[2])]
 
     def _start_page(self, entry: jax.Array, j: jax.Array | int, slot: jax.Array) -> None:
-        source = self.pages.at[self.items.entries[entry]]
+        source = named_page(self.pages, self.items.entries[entry])
         pltpu.make_async_copy(source, self._window(slot, j, 1), self.arrived.at[slot]).start()
 
 

@@ -71,11 +71,23 @@ def seen_by_kernel(value: Any, ref: Ref) -> Ref:
     """The kernel's reference to a value, of the reference to its `operand`."""
     if not isinstance(value, SlabArray) or is_interpreted():
         return ref
-    place, (slabs, rows, lanes) = value.place, value.memory.shape
-    numbers = ref.bitcast(jnp.dtype(place.dtype))
-    if place.num_rows == place.page_rows and rows == place.blocks_per_slab * place.page_rows:
+    numbers = ref.bitcast(jnp.dtype(value.place.dtype))
+    if _fill_slabs(value):
         return numbers.reshape(*seen_shape(value))
-    return PagesRef(numbers.reshape(slabs, rows, place.packing, lanes), place)
+    slabs, rows, lanes = value.memory.shape
+    return PagesRef(numbers.reshape(slabs * rows, value.place.packing, lanes), value.place, rows)
+
+
+def page_names(pages: Any, ids: jax.Array) -> jax.Array:
+    """int32[...]: what `named_page` takes for pages `ids` int32[...], so that no kernel divides for a page; -1: < 0."""
+    if not isinstance(pages, SlabArray) or is_interpreted() or _fill_slabs(pages):
+        return ids
+    return first_word_row(pages, ids)
+
+
+def named_page(pages: Ref, name: jax.Array) -> Ref:
+    """A page of a kernel's reference by its name."""
+    return pages.from_row(name) if isinstance(pages, PagesRef) else pages.at[name]
 
 
 def word_rows(pages: Any) -> Any:
@@ -91,22 +103,30 @@ def first_word_row(pages: Any, ids: jax.Array) -> jax.Array:
     """Where pages `ids` int32[...] begin in `word_rows`."""
     if not isinstance(pages, SlabArray):
         return ids * math.prod(pages.shape[1:-2])
-    place, rows = pages.place, pages.memory.shape[1]
-    block = ids % place.blocks_per_slab
-    return ids // place.blocks_per_slab * rows + block * place.page_rows + place.first_row
+    slab, row = start_of_page(pages.place, ids)
+    return slab * pages.memory.shape[1] + row
+
+
+def start_of_page(place: PlaceInSlab, page: jax.Array) -> tuple[jax.Array, Any]:
+    """(slab, first row of words in it) of pages int32[...]."""
+    if place.blocks_per_slab == 1:
+        return page, place.first_row
+    slab = lax.div(page, jnp.full_like(page, place.blocks_per_slab))
+    return slab, (page - slab * place.blocks_per_slab) * place.page_rows + place.first_row
 
 
 @dataclass(frozen=True)
 class PagesRef:
     """Pages that leave something of their slabs, as a reference of shape [pages, *stored_shape]."""
 
-    rows: Ref  # HBM [slabs, rows, packing, 128]
+    rows: Ref  # HBM [rows of words of all slabs, packing, 128]
     place: PlaceInSlab
+    slab_rows: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[pages, *stored_shape]"""
-        return (self.rows.shape[0] * self.place.blocks_per_slab, *self.place.stored_shape)
+        return (self.rows.shape[0] // self.slab_rows * self.place.blocks_per_slab, *self.place.stored_shape)
 
     @property
     def at(self) -> PagesRef:
@@ -116,13 +136,14 @@ class PagesRef:
     def __getitem__(self, index: Any) -> Ref:
         page, *rest = index if isinstance(index, tuple) else (index,)
         slab, row = start_of_page(self.place, page)
-        whole = self.rows.at[slab, pl.ds(row, self.place.num_rows)].reshape(*self.place.stored_shape)
+        whole = self.from_row(slab * self.slab_rows + row)
         return whole.at[tuple(rest)] if rest else whole
 
+    def from_row(self, row: jax.Array) -> Ref:
+        """The page that begins with a row of `rows`."""
+        return self.rows.at[pl.ds(row, self.place.num_rows)].reshape(*self.place.stored_shape)
 
-def start_of_page(place: PlaceInSlab, page: Any) -> tuple[Any, Any]:
-    """(slab, first row of words) of a page, in a kernel."""
-    if place.blocks_per_slab == 1:
-        return page, place.first_row
-    slab = lax.div(page, place.blocks_per_slab)
-    return slab, (page - slab * place.blocks_per_slab) * place.page_rows + place.first_row
+
+def _fill_slabs(pages: SlabArray) -> bool:
+    place = pages.place
+    return place.num_rows == place.page_rows and pages.memory.shape[1] == place.blocks_per_slab * place.page_rows

@@ -43,14 +43,17 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("blocks_per_slab", "rows_before", "rest"), [(8, 0, 0), (8, 0, 8), (1, 5, 0), (3, 5, 8)])
 @pytest.mark.parametrize("name", ARRAYS)
 def test_a_kernel_finds_every_page(name: str, blocks_per_slab: int, rows_before: int, rest: int) -> None:
-    """Whole, and the places of its first dimension that a slice names."""
+    """By its id or its name, whole, or the places of its first dimension that a slice names."""
     array = array_of(name, blocks_per_slab, rows_before, rest)
     assert slab_refs.operand(array) is array.memory
     ref = slab_refs.seen_by_kernel(array, WordRef(np.asarray(array.memory), np.uint32))
     expected = np.asarray(array.place.as_stored(array.whole()))
     assert ref.shape == slab_refs.seen_shape(array) == expected.shape
+    names = slab_refs.page_names(array, jnp.arange(array.shape[0]))
+    assert slab_refs.page_names(array, jnp.int32(-1)) < 0
     for page in range(array.shape[0]):
         np.testing.assert_array_equal(bits(ref.at[page].values), bits(expected[page]))
+        np.testing.assert_array_equal(bits(slab_refs.named_page(ref, names[page]).values), bits(expected[page]))
         np.testing.assert_array_equal(bits(ref.at[page, pl.ds(1, 1)].values), bits(expected[page, 1:2]))
 
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.mesh.placement import Placement
-from pallas_kernels.layouts import ArrayLayout, PageLayout
+from pallas_kernels.layouts import TPU_SUBLANES, ArrayLayout, PageLayout, cdiv
 from pallas_kernels.slab_pages import LANES, PlaceInSlab, SlabColumn, places_of
 
 # (k, v) split or (kv,) packed; each [num_blocks, *page_shape]. In slabs a `SlabColumn`, which passes for such a tuple.
@@ -169,9 +169,10 @@ def page_shapes(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages
     pages = page_shardings(kv_cache_config, placement)
     if pages.slabs is None or kv_cache_config.slabs is None:
         return replace(pages, arrays=array_shapes(kv_cache_config, placement))
-    rows = max(
-        place.page_rows * place.blocks_per_slab for pool in pages.slabs.places for column in pool for place in column
-    )
+    places = [place for pool in pages.slabs.places for column in pool for place in column]
+    rows = max(place.page_rows * place.blocks_per_slab for place in places)
+    if any(place.packs for place in places):  # a TPU's tiles have so many rows: else slabs end within one
+        rows = cdiv(rows, TPU_SUBLANES) * TPU_SUBLANES
     shape = (kv_cache_config.slabs.num_slabs * placement.num_data, rows * _devices_of_page(placement), LANES)
     memory = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=pages.slabs.sharding)
     return replace(pages, arrays=(memory,) * len(pages.arrays))
@@ -197,8 +198,10 @@ def _slabs(kv_cache_config: KVCacheConfig, placement: Placement) -> Slabs | None
     """Where the pools' arrays lie in slabs, each device's part of a page in rows of its own; None: in arrays."""
     if kv_cache_config.slabs is None:
         return None
+    # Layouts of recurrent states are the same everywhere; those of tokens beside them tell a TPU's.
+    packs = any(layout.platform == "tpu" for pool in kv_cache_config.pools for layout in pool.columns)
     places = tuple(
-        tuple(_places(layout, placement, count) for layout in pool.columns)
+        tuple(_places(layout, placement, count, packs) for layout in pool.columns)
         for pool, count in zip(kv_cache_config.pools, kv_cache_config.slabs.blocks_per_slab, strict=True)
     )
     axes = tuple(axis for axis in (placement.head_axis, placement.token_axis) if axis is not None)
@@ -206,7 +209,7 @@ def _slabs(kv_cache_config: KVCacheConfig, placement: Placement) -> Slabs | None
     return Slabs(places, NamedSharding(placement.mesh, spec))
 
 
-def _places(layout: PageLayout, placement: Placement, blocks_per_slab: int) -> tuple[PlaceInSlab, ...]:
+def _places(layout: PageLayout, placement: Placement, blocks_per_slab: int, packs: bool) -> tuple[PlaceInSlab, ...]:
     """Of a device's part of each array."""
 
     def own(array: ArrayLayout) -> tuple[int, ...]:
@@ -214,7 +217,7 @@ def _places(layout: PageLayout, placement: Placement, blocks_per_slab: int) -> t
         return tuple(size // _num_parts(sharding, 1 + dim) for dim, size in enumerate(array.page_shape))
 
     arrays = [(own(array), array.dtype) for array in layout.arrays]
-    return places_of(arrays, blocks_per_slab, packs=layout.platform == "tpu")
+    return places_of(arrays, blocks_per_slab, packs=packs)
 
 
 def _devices_of_page(placement: Placement) -> int:

@@ -19,8 +19,6 @@ from scripts.lab.tpu.compiler import last_lines
 
 prepare_environment()
 
-_SLABS = "slabs="
-
 
 def vmem_bytes(text: str) -> dict[str, int]:
     """Bytes of VMEM of each Pallas kernel in the compiled module's text."""
@@ -53,19 +51,19 @@ def _kernel_name(params: dict[str, Any]) -> str:
 
 
 def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
-    """Compiles, and says what the compiler said about memory; with `slabs=KIND` over pages in slabs (`slab_shapes`)."""
+    """Compiles, and says what the compiler said about memory; with `slabs=N` over pages in slabs (`slab_shapes`)."""
     import jax
     from jax.experimental import topologies
 
     from pallas_kernels.cases.case import argument_shapes
     from scripts.lab.compiled import case_of
-    from scripts.lab.tpu.slab_shapes import in_slabs
+    from scripts.lab.tpu.slab_shapes import in_slabs, split
 
-    of_slabs = [setting.removeprefix(_SLABS) for setting in settings if setting.startswith(_SLABS)]
-    case = case_of("tpu", op, [setting for setting in settings if not setting.startswith(_SLABS)])
+    of_case, of_slabs = split(settings)
+    case = case_of("tpu", op, of_case)
     call, arguments = functools.partial(case.call, "tpu"), argument_shapes(case)
-    for kind in of_slabs:
-        arguments = in_slabs(kind, arguments)
+    if of_slabs:
+        arguments = in_slabs(arguments, **of_slabs)
     device = topologies.get_topology_desc(topology_name=CHIPS[chip].topology, platform="tpu").devices[0]
     mesh = jax.sharding.Mesh([device], ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

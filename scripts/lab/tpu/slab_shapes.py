@@ -1,9 +1,11 @@
 """Arguments of a case with its pages in slabs, as shapes, for compilation.
 
-Flow:    "filled" or "shared" + shapes of arguments -> [in_slabs] -> shapes with a `SlabColumn`
+Flow:    settings of a compilation -> [split] -> those of the case, those of slabs;
+         shapes of arguments + those of slabs -> [in_slabs] -> shapes with a `SlabColumn`
 
-    filled   eight pages of a slab fill it
-    shared   three pages, before each of them rows of another array, and behind the last a rest
+    slabs=N      pages of a slab
+    before=ROWS  of another array in every page
+    rest=ROWS    of a slab behind its last page
 """
 
 from __future__ import annotations
@@ -12,29 +14,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases.case import Arguments
-from pallas_kernels.layouts import cdiv
-from pallas_kernels.slab_pages import ROW_BYTES, SlabColumn, places_of
+from pallas_kernels.layouts import ROW_BYTES, cdiv
+from pallas_kernels.slab_pages import SlabColumn, places_of
 
-KINDS = ("filled", "shared")
+_NAMES = ("slabs", "before", "rest")
 _ROW = ((ROW_BYTES // 4,), "float32")
-_ROWS_BEFORE = 12  # of another array
-_TILE_ROWS = 8
 
 
-def in_slabs(kind: str, arguments: Arguments) -> Arguments:
-    """The arguments with their page arrays, shapes all, in one column of slabs.
+def split(settings: list[str]) -> tuple[list[str], dict[str, int]]:
+    """(settings of a case, numbers of slabs by name; none: pages have arrays of their own)."""
+    named = [(setting, *setting.partition("=")[::2]) for setting in settings]
+    of_case = [setting for setting, name, _ in named if name not in _NAMES]
+    return of_case, {name: int(number) for _, name, number in named if name in _NAMES}
 
-    Raises:
-        ValueError: there is no such kind.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"expected slabs out of {KINDS}, got {kind!r}")
-    blocks, before = (8, 0) if kind == "filled" else (3, _ROWS_BEFORE)
+
+def in_slabs(arguments: Arguments, *, slabs: int, before: int = 0, rest: int = 0) -> Arguments:
+    """The arguments with their page arrays, shapes all, in one column of slabs."""
     arrays = [(tuple(array.shape[1:]), array.dtype.name) for array in arguments.pages]
-    places = places_of([_ROW] * before + arrays, blocks, packs=True)[before:]
-    rows = blocks * places[0].page_rows
-    if kind == "shared":
-        rows = (cdiv(rows, _TILE_ROWS) + 1) * _TILE_ROWS
-    num_slabs = cdiv(arguments.pages[0].shape[0], blocks)
-    memory = jax.ShapeDtypeStruct((num_slabs, rows, ROW_BYTES // 4), jnp.uint32)
-    return Arguments(SlabColumn(memory, places), arguments.rest)  # type: ignore[arg-type]
+    places = places_of([_ROW] * before + arrays, slabs, packs=True)[before:]
+    shape = (cdiv(arguments.pages[0].shape[0], slabs), slabs * places[0].page_rows + rest, ROW_BYTES // 4)
+    return Arguments(SlabColumn(jax.ShapeDtypeStruct(shape, jnp.uint32), places), arguments.rest)  # type: ignore[arg-type]

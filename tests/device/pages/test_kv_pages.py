@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, SlabSpec
 from kvjax.device import create_pages
 from kvjax.device.mesh.placement import Placement
@@ -72,3 +73,16 @@ def test_pools_that_share_slabs_have_one_array_a_column() -> None:
     assert pages.page_shapes(0) == apart.page_shapes(0)
     for column, typed in zip(pages.pools[0], apart.pools[0], strict=True):
         assert [(x.shape, x.dtype) for x in column] == [(x.shape, x.dtype) for x in typed]
+
+
+def test_states_beside_a_tpus_tokens_lie_as_its_kernels_take_them() -> None:
+    """Channels as lanes; and slabs are whole tiles of eight rows."""
+    tokens = FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=128, dtype="bfloat16")
+    states = MambaSpec(block_size=2, shapes=((256, 3),), dtypes=("bfloat16",))
+    pools = tuple(KVCachePoolSpec(3 * n, (spec.page_layout("tpu"),)) for n, spec in ((1, tokens), (1, states)))
+    groups = (KVCacheGroupSpec(("layers.0",), tokens), KVCacheGroupSpec(("layers.1",), states, pool_id=1))
+    pages = create_pages(KVCacheConfig(pools, groups, slabs=SlabSpec(3, (1, 1))))
+    assert pages.slabs is not None
+    ((place,),) = pages.slabs.places[1]
+    assert place.stored_shape == (2, 3, 128)
+    assert [leaf.shape for leaf in jax.tree.leaves(pages)] == [(3, 8, 128)]
