@@ -50,7 +50,7 @@ def base_engine(family: Family, draft_name: str | None = None) -> LLMEngine:
     """Holds compiled steps; runs nothing itself."""
     method = "prompt_lookup" if draft_name is None else "draft_model"
     config = engine_config(family, speculative=SpeculativeConfig(method=method, num_drafts=NUM_DRAFTS))
-    like = None if draft_name is None else base_engine(family)
+    like = None if draft_name is None or family.memory_bytes is not None else base_engine(family)
     return LLMEngine(loaded(family), config, draft_model=draft_model(family, draft_name), like=like)
 
 
