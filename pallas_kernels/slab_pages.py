@@ -185,7 +185,8 @@ class _Items:
             return self.array.whole()[self.index]
         ids, *places = _broadcast(self.index)
         words = window.read(self.array, ids.reshape(-1), [place.reshape(-1) for place in places])
-        return numbers_of(words, self.array.place, window.shape).reshape(*ids.shape, *window.shape)
+        numbers = numbers_of(words, self.array.place, window.shape)
+        return numbers.reshape(*ids.shape, *window.shape)
 
     def set(self, values: jax.Array, mode: str | None = None) -> SlabArray:
         """The array with `values` [..., *rest] there; pages out of range are dropped."""
@@ -194,7 +195,7 @@ class _Items:
             return array.with_whole(array.whole().at[self.index].set(values, mode=mode))
         ids, *places = _broadcast(self.index)
         values = jnp.broadcast_to(values, (*ids.shape, *window.shape)).astype(array.dtype)
-        words = words_of(values.reshape(-1, *window.shape), array.place)
+        words = words_of(lax.optimization_barrier(values.reshape(-1, *window.shape)), array.place)
         return window.write(array, ids.reshape(-1), [place.reshape(-1) for place in places], words)
 
 
@@ -230,7 +231,7 @@ class _Window:
         slab, word = self._starts(array, ids, places)
         memory, is_rows = self._memory(array)
         size = (1, self.num_words // LANES, LANES) if is_rows else (1, self.num_words)
-        starts = jnp.stack([slab, word // LANES if is_rows else word], axis=1)
+        starts = lax.optimization_barrier(jnp.stack([slab, word // LANES if is_rows else word], axis=1))
         numbers = lax.GatherDimensionNumbers(tuple(range(1, memory.ndim)), (0,), (0, 1))
         words = lax.gather(memory, starts, numbers, size, mode=lax.GatherScatterMode.CLIP)
         return words.reshape(ids.shape[0], self.num_words)
@@ -240,7 +241,7 @@ class _Window:
         slab, word = self._starts(array, ids, places)
         slab = jnp.where((ids >= 0) & (ids < array.shape[0]), slab, array.memory.shape[0])  # out of range: dropped
         memory, is_rows = self._memory(array)
-        starts = jnp.stack([slab, word // LANES if is_rows else word], axis=1)
+        starts = lax.optimization_barrier(jnp.stack([slab, word // LANES if is_rows else word], axis=1))
         numbers = lax.ScatterDimensionNumbers(tuple(range(1, memory.ndim)), (0,), (0, 1))
         updates = words.reshape(-1, self.num_words // LANES, LANES) if is_rows else words
         drop = lax.GatherScatterMode.FILL_OR_DROP

@@ -33,8 +33,11 @@ class ConvInputs(NamedTuple):
 
     @classmethod
     def of(cls, x: jax.Array, states: jax.Array, step: StateStep) -> ConvInputs:
-        """The inputs of the new tokens `x` [T, C], and of the states that the sequences start from."""
-        return cls(x, states[step.read].swapaxes(1, 2), step)
+        """The inputs of the new tokens `x` [T, C], and of the states that the sequences start from.
+
+        Behind a barrier: XLA for CPU else reads the pages anew for every tap of every token.
+        """
+        return cls(x, lax.optimization_barrier(states[step.read].swapaxes(1, 2)), step)
 
     def at(self, seq: jax.Array, place: jax.Array) -> jax.Array:
         """float32[..., C] at int32[...] places of sequences; those from -(W - 1) to -1 are in the states."""
