@@ -60,6 +60,7 @@ IN_SLABS = {
     "gated_delta_rule": ("slabs=1 rest=96",),
     "causal_conv1d": ("slabs=1 rest=1024",),
     "selective_scan": ("slabs=1 rest=96",),
+    "mla_paged_attention": ("slabs=3 page=64 rest=36",),
 }
 # Of layers, as `Case.allowed_spills`: 64 x 256 sums of latents leave addresses no registers.
 ALLOWED_SPILL_BYTES = {("op=mla", "mla_"): 120, ("op=sparse", "sparse_mla_"): 380}

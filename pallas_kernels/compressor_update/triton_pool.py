@@ -19,11 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.compressor_update.reference import biased_states, new_entries
+from pallas_kernels.gpu.places import PageNumbers, slabs_of
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.online_softmax import finite
 from pallas_kernels.packed_pages import states_of_pages
 from pallas_kernels.schedule import Batch
+from pallas_kernels.slab_pages import replaced
 from pallas_kernels.triton.call import call, load, power_from, store
 
 _COLUMNS = 128  # numbers of an entry, of a program
@@ -33,7 +35,7 @@ _TOKENS = 32  # loaded at a time
 class Refs(NamedTuple):
     """Arrays as a program sees them."""
 
-    pages: Any  # float32[pages, slots, 2 * coff * D or more]
+    pages: Any  # float32[slabs, numbers], of a page [slots, 2 * coff * D or more]
     block_tables: Any  # int32[S, P]
     seq: Any  # int32[N]
     entry: Any  # int32[N] -1: none
@@ -62,18 +64,18 @@ def compressor_update(
     states = biased_states(kv, scores, batch, position_bias)
     array = LatentPages(pages[0], page_size, 2 * width).write(states, slot_mapping, None)
     seq, entry = new_entries(batch, ratio, room)
-    dim = width // 2 if overlap else width
+    dim, states = width // 2 if overlap else width, states_of_pages(array)
     (entries,) = call(
-        functools.partial(_pool, ratio, overlap, page_size),
+        functools.partial(_pool, ratio, overlap, page_size, PageNumbers.of(states)),
         name="pool_entries",
         grid=(room, cdiv(dim, _COLUMNS)),
-        inputs=[states_of_pages(array), block_tables, seq, entry],
+        inputs=[slabs_of(states), block_tables, seq, entry],
         outputs=[jax.ShapeDtypeStruct((room, dim), jnp.float32)],
     )
-    return entries, jnp.where(entry >= 0, entry * ratio, -1), (array,)
+    return entries, jnp.where(entry >= 0, entry * ratio, -1), replaced(pages, 0, array)
 
 
-def _pool(ratio: int, overlap: bool, page_size: int, *arrays: Any) -> None:
+def _pool(ratio: int, overlap: bool, page_size: int, places: PageNumbers, *arrays: Any) -> None:
     """Some numbers of an entry."""
     refs = Refs(*arrays)
     dim, num_states = refs.entries.shape[1], ratio * (1 + overlap)
@@ -89,10 +91,11 @@ def _pool(ratio: int, overlap: bool, page_size: int, *arrays: Any) -> None:
         named = (place < num_states) & (token >= 0)
         page = load(refs.block_tables, (seq, jnp.where(named, token // page_size, 0)), named)
         first = jnp.where(place >= ratio, dim, 0)  # of the half for the token's own entry
-        where = (page[:, None], jnp.where(named, token % page_size, 0)[:, None])
+        slot = jnp.where(named, token % page_size, 0)[:, None]
         inside = named[:, None] & (column < dim)[None]
-        kv = load(refs.pages, (*where, first[:, None] + column[None]), inside)
-        scores = load(refs.pages, (*where, (dim * (1 + overlap) + first)[:, None] + column[None]), inside)
+        kv = load(refs.pages, places.at(page[:, None], slot, first[:, None] + column[None]), inside)
+        behind = (dim * (1 + overlap) + first)[:, None] + column[None]
+        scores = load(refs.pages, places.at(page[:, None], slot, behind), inside)
         scores = jnp.where(named[:, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=0))
         shrink, weights = jnp.exp(top - finite(new_top)), jnp.exp(scores - finite(new_top)[None])

@@ -14,7 +14,7 @@ memory of slabs is seen so without a copy, whatever else lies in it; elsewhere X
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -81,6 +81,32 @@ class PageView(NamedTuple):
         assert places is not None, f"expected pages of whole entries, see reason_of_places; got {array}"
         entry = array.shape[array.ndim - entry_dims :]
         return cls(memory_numbers(array).reshape(-1, *entry), places)
+
+
+@dataclass(frozen=True)
+class PageNumbers:
+    """Where the numbers of pages lie in `slabs_of`."""
+
+    places: PagePlaces  # in numbers
+    strides: tuple[int, ...]  # of the dimensions of a page
+
+    @classmethod
+    def of(cls, array: jax.Array | SlabArray) -> PageNumbers:
+        """Those of an array of pages."""
+        page_shape = array.shape[1:]
+        strides = tuple(math.prod(page_shape[i:]) for i in range(1, array.ndim))
+        return cls(PagePlaces.of_numbers(array), strides)
+
+    def at(self, page: jax.Array, *index: Any) -> tuple[jax.Array, jax.Array]:
+        """(slab, number in it) of an index into the array of pages, integer arrays that are broadcast."""
+        slab, number = self.places.slab_and_entry(page)
+        for stride, place in zip(self.strides, index, strict=True):
+            number = number + place * stride
+        return slab, number
+
+    def count(self, slabs: Any) -> int:
+        """Pages of `slabs_of`: the first number that is none's."""
+        return int(slabs.shape[0]) * self.places.pages_per_slab
 
 
 def memory_size(array: jax.Array | SlabArray) -> int:

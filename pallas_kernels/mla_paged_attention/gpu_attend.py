@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.call import call
 from pallas_kernels.gpu.handover import give_share, store_columns, take_share
+from pallas_kernels.gpu.places import PageView
 from pallas_kernels.gpu.plan import Field, GpuConfig, Keys
 from pallas_kernels.gpu.softmax import (
     LARGEST,
@@ -44,7 +45,7 @@ def fixed_bytes(head_dim: int) -> int:
 
 def attend_pieces(
     q: jax.Array,  # [U, rows, D] in the compute dtype, rows a multiple of 8: query tiles, row = token * heads + head
-    pages: jax.Array,  # [pages, page_size, D]
+    pages: PageView,  # entries [D]
     block_tables: jax.Array,  # int32[S, P]
     work: LatentSchedule,
     scale: jax.Array,  # float32[1] of the latents
@@ -66,7 +67,7 @@ def attend_pieces(
 
     def body(refs: _Refs) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        ring = LatentRing(config, refs.tables, refs.pages, refs.ring, warpgroup)
+        ring = LatentRing(config, refs.tables, refs.pages, pages.places, refs.ring, warpgroup)
         pl.when(warpgroup < ADDING)(lambda: _add_values(refs, ring, work.sizes.num_blocks, warpgroup))
         pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, ring, num_tokens, work.sizes.num_blocks))
 
@@ -77,7 +78,7 @@ def attend_pieces(
         grid={"block": work.blocks.shape[0]},
         inputs={
             "q": q,
-            "pages": pages,
+            "pages": pages.entries,
             "tables": block_tables,
             "pieces": work.pieces,
             "tiles": work.tiles,
@@ -108,7 +109,7 @@ class _Refs(NamedTuple):
     """References of a thread block."""
 
     q: Any  # [U, rows, D]
-    pages: Any  # [pages, page_size, D]
+    pages: Any  # [states, D]
     tables: Any  # int32[S, P]
     pieces: Any  # int32[pieces, fields]
     tiles: Any  # int32[pieces]

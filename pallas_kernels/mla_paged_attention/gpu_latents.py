@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.kv import block_parts, copy_sources
+from pallas_kernels.gpu.places import PagePlaces
 from pallas_kernels.gpu.plan import GpuConfig, Keys
 
 ADDING = 2  # warpgroups
@@ -70,7 +71,8 @@ class LatentRing:
 
     config: GpuConfig
     tables: Any  # int32[S, P] block tables, in global memory
-    pages: Any  # [pages, page_size, D]
+    pages: Any  # [states, D]
+    places: PagePlaces  # of pages, in states
     memory: LatentMemory
     warpgroup: Any  # int32[] this one: the adding ones come first
 
@@ -82,8 +84,9 @@ class LatentRing:
 
         def start(number: int, _: Any) -> None:
             page, offset = sources[number]
+            rows = self.pages.at[pl.ds(self.places.entry(page) + offset, copy)]
             target = self.memory.latents.at[slot, pl.ds(number * copy, copy)]
-            plgpu.copy_gmem_to_smem(self.pages.at[page, pl.ds(offset, copy)], target, self.memory.full.at[slot])
+            plgpu.copy_gmem_to_smem(rows, target, self.memory.full.at[slot])
 
         mosaic.start_copies(len(sources), start)
 

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 from pallas_kernels import launches
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.merge import merge_pieces
+from pallas_kernels.gpu.places import PageView, reason_of_places
 from pallas_kernels.gpu.plan import (
+    MIN_GROUP_ROWS,
     MIN_STAGES,
     GpuConfig,
     compute_dtype,
@@ -59,7 +61,7 @@ def reason_not_supported(q_nope: jax.Array, q_pe: jax.Array, latent: LatentPages
             f"GPU kernels take latents of up to {_MOST_LATENT} numbers in steps of 128 and up to {_MOST_DIM} with the "
             f"rotated key in steps of 64, got {latent_dim} and {dim}"
         )
-    return mosaic.reason_without_hopper()
+    return reason_of_places(latent.array, 1, MIN_GROUP_ROWS) or mosaic.reason_without_hopper()
 
 
 def plan(
@@ -121,7 +123,9 @@ def mla_paged_attention(
         own = q[work.queries.tokens].reshape(-1, sizes.tile.tokens, sizes.parts, config.group, config.head_dim)
         tiles = padded_rows(own.swapaxes(1, 2).reshape(-1, sizes.tile.tokens * config.group, config.head_dim))
     scale, of_heads = as_scales(k_scale), as_sinks(sinks)
-    out, lse, of_tiles = attend_pieces(tiles, pages[0], block_tables, work, scale, of_heads, config, q_nope.dtype)
+    out, lse, of_tiles = attend_pieces(
+        tiles, PageView.of(pages[0], 1), block_tables, work, scale, of_heads, config, q_nope.dtype
+    )
     merged = ((out, lse), work.units, of_heads, scale, config.head_dim_v, q_nope.dtype)
     heads = (sizes.parts, num_heads)
     if work.queries is None:

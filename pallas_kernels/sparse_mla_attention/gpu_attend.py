@@ -22,16 +22,17 @@ from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.call import call
 from pallas_kernels.gpu.handover import give_share, store_columns, take_share
 from pallas_kernels.gpu.softmax import RowState, add_scores, row_sinks
+from pallas_kernels.slab_pages import SlabArray
 from pallas_kernels.sparse_mla_attention.gpu_entries import RowFormat
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
-from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, RowBlocks, RowMemory, TokenLists
+from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, RowBlocks, RowCache, RowMemory, RowPlaces, TokenLists
 
 
 class Caches(NamedTuple):
     """Where rows are gathered from."""
 
-    pages: jax.Array  # [pages, page_size, width] of windows
-    entry_pages: jax.Array  # [pages, page_size, width]
+    pages: jax.Array | SlabArray  # [pages, page_size, width] of windows
+    entry_pages: jax.Array | SlabArray  # [pages, page_size, width]
     row_format: RowFormat  # of both
 
 
@@ -48,10 +49,12 @@ def attend_pieces(
     """(out [pieces, 64, D], natural-log LSE float32[pieces, 64]); 0 and -inf where a piece sees nothing."""
     num_pieces, dim, row_format = lists.pieces.shape[0], q.shape[-1], caches.row_format
     row = plgpu.SMEM((mosaic.ROWS,), jnp.float32)
+    places = (RowPlaces.of(caches.pages), RowPlaces.of(caches.entry_pages))
 
     def body(refs: _Refs) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        row_blocks = RowBlocks(row_format, refs.lists, refs.pages, refs.entry_pages, refs.row_memory, warpgroup)
+        of_windows, of_entries = RowCache(refs.pages, places[0]), RowCache(refs.entry_pages, places[1])
+        row_blocks = RowBlocks(row_format, refs.lists, of_windows, of_entries, refs.row_memory, warpgroup)
         pl.when(warpgroup < ADDING)(lambda: _add_values(refs, parts, row_blocks, warpgroup))
         pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, heads, parts, row_blocks))
 

@@ -23,15 +23,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.places import PageNumbers, slabs_of
 from pallas_kernels.latent_entries import EntryFormat, LatentFp8
 from pallas_kernels.layouts import cdiv
+from pallas_kernels.slab_pages import SlabArray
 
 PLAIN_COLUMNS = 128  # of a plain row that are moved at once
 _GROUP = 64  # numbers with one scale, and rotary ones, that are moved at once
 _MOST_COPIED = 256  # elements of a bulk copy
 _SCALES = 8  # int16 elements that hold the scales of a row
-_MOST_BYTES = 1 << 31  # of pages, whose bytes are numbered in int32
 _FP8 = jnp.float8_e4m3fn
+
+RowPlace = tuple[jax.Array, jax.Array]  # (slab, number of the row's first number in it)
 
 # (columns) -> bool[rows]: which rows of a part of the stage are seen, in the layout of chunks of so many columns.
 Seen = Callable[[int], jax.Array]
@@ -44,13 +47,13 @@ class RowFormat(Protocol):
     def num_copies(self) -> int:
         """Bulk copies of a row."""
 
-    def views(self, pages: jax.Array) -> tuple[jax.Array, ...]:
-        """What of pages [pages, page_size, width] a kernel is given."""
+    def views(self, pages: jax.Array | SlabArray) -> tuple[jax.Array, ...]:
+        """What of pages [pages, page_size, width] a kernel is given, each [slabs, elements]."""
 
     def stage(self, num_rows: int) -> tuple[Any, ...]:
         """Shared memory for `num_rows` rows, not tiled."""
 
-    def copy(self, views: tuple[Any, ...], row: jax.Array, stage: tuple[Any, ...], number: int, full: Any) -> None:
+    def copy(self, views: tuple[Any, ...], row: RowPlace, stage: tuple[Any, ...], number: int, full: Any) -> None:
         """Starts the copies of a row to place `number` of the stage; each arrives at `full`."""
 
     def move(self, stage: tuple[Any, ...], part: pl.Slice, seen: Seen, block: Any) -> None:
@@ -64,14 +67,13 @@ def row_format(entries: EntryFormat, dim: int, dtype: Any) -> RowFormat:
     return PlainRows(dim, jnp.dtype(dtype).name)
 
 
-def reason_of_entries(entries: LatentFp8, pages: jax.Array) -> str | None:
+def reason_of_entries(entries: LatentFp8, pages: jax.Array | SlabArray) -> str | None:
     """What of pages with such entries no kernel can read, in words; None if it can."""
     if entries.group != _GROUP or entries.rope_dim not in (_GROUP, 2 * _GROUP):
         return f"GPU kernels take entries with a scale for {_GROUP} numbers and 64 or 128 rotary ones, got {entries}"
-    if pages.size % 16:
-        return f"GPU kernels take pages of a multiple of 16 bytes with entries in fp8, got {pages.size:,}"
-    if pages.size >= _MOST_BYTES:
-        return f"GPU kernels take less than 2 GiB of pages with entries in fp8, got {pages.size:,} bytes"
+    page_bytes = PageNumbers.of(pages).places.slab_len
+    if page_bytes % 16:
+        return f"GPU kernels take pages of a multiple of 16 bytes with entries in fp8, got {page_bytes:,}"
     return None
 
 
@@ -83,17 +85,19 @@ class PlainRows:
     dtype: str
     num_copies = 1
 
-    def views(self, pages: jax.Array) -> tuple[jax.Array, ...]:
-        """Rows."""
-        return (pages.reshape(-1, self.dim),)
+    def views(self, pages: jax.Array | SlabArray) -> tuple[jax.Array, ...]:
+        """The numbers."""
+        return (slabs_of(pages),)
 
     def stage(self, num_rows: int) -> tuple[Any, ...]:
         """As the view."""
         return (mosaic.chunked_rows((num_rows, self.dim), self.dtype, PLAIN_COLUMNS),)
 
-    def copy(self, views: tuple[Any, ...], row: jax.Array, stage: tuple[Any, ...], number: int, full: Any) -> None:
+    def copy(self, views: tuple[Any, ...], row: RowPlace, stage: tuple[Any, ...], number: int, full: Any) -> None:
         """The whole row at once."""
-        plgpu.copy_gmem_to_smem(views[0].at[pl.ds(row, 1)], stage[0].at[pl.ds(number, 1)], full)
+        slab, first = row
+        source = views[0].at[pl.ds(slab, 1), pl.ds(first, self.dim)]
+        plgpu.copy_gmem_to_smem(source, stage[0].at[pl.ds(number, 1)], full)
 
     def move(self, stage: tuple[Any, ...], part: pl.Slice, seen: Seen, block: Any) -> None:
         """Chunk by chunk."""
@@ -117,10 +121,11 @@ class Fp8Rows:
         """Copies of the numbers, and one of what follows."""
         return cdiv(self._nope_dim, _MOST_COPIED) + 1
 
-    def views(self, pages: jax.Array) -> tuple[jax.Array, ...]:
+    def views(self, pages: jax.Array | SlabArray) -> tuple[jax.Array, ...]:
         """All bytes as e4m3, and in pairs as int16."""
-        pairs = lax.bitcast_convert_type(pages.reshape(1, -1, 2), jnp.int16)
-        return lax.bitcast_convert_type(pages.reshape(1, -1), _FP8), mosaic.readable_beyond(pairs, _SCALES)
+        slabs = slabs_of(pages)
+        pairs = lax.bitcast_convert_type(slabs.reshape(slabs.shape[0], -1, 2), jnp.int16)
+        return lax.bitcast_convert_type(slabs, _FP8), mosaic.readable_beyond(pairs, _SCALES)
 
     def stage(self, num_rows: int) -> tuple[Any, ...]:
         """Rows that begin, as bulk copies want it, at multiples of 128 bytes."""
@@ -128,15 +133,15 @@ class Fp8Rows:
         rest = cdiv(self.rope_dim + _SCALES, _GROUP) * _GROUP
         return plgpu.SMEM((num_rows, 1, numbers), _FP8), plgpu.SMEM((num_rows, 1, rest), jnp.int16)
 
-    def copy(self, views: tuple[Any, ...], row: jax.Array, stage: tuple[Any, ...], number: int, full: Any) -> None:
+    def copy(self, views: tuple[Any, ...], row: RowPlace, stage: tuple[Any, ...], number: int, full: Any) -> None:
         """The numbers in one or two pieces, then the rest."""
-        numbers, rest = stage
+        (numbers, rest), (slab, first) = stage, row
         for start in range(0, self._nope_dim, _MOST_COPIED):
             size = min(_MOST_COPIED, self._nope_dim - start)
-            source = views[0].at[:, pl.ds(row * self.width + start, size)]
+            source = views[0].at[pl.ds(slab, 1), pl.ds(first + start, size)]
             plgpu.copy_gmem_to_smem(source, numbers.at[number, :, pl.ds(start, size)], full)
         size = self.rope_dim + _SCALES
-        source = views[1].at[:, pl.ds(row * (self.width // 2) + self._nope_dim // 2, size)]
+        source = views[1].at[pl.ds(slab, 1), pl.ds(lax.div(first + self._nope_dim, jnp.int32(2)), size)]
         plgpu.copy_gmem_to_smem(source, rest.at[number, :, pl.ds(0, size)], full)
 
     def move(self, stage: tuple[Any, ...], part: pl.Slice, seen: Seen, block: Any) -> None:

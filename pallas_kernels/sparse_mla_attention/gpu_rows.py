@@ -31,7 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic
-from pallas_kernels.sparse_mla_attention.gpu_entries import RowFormat
+from pallas_kernels.gpu.places import PageNumbers
+from pallas_kernels.slab_pages import SlabArray
+from pallas_kernels.sparse_mla_attention.gpu_entries import RowFormat, RowPlace
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
 
 ADDING = 2  # warpgroups that move rows and add up values; one more fetches and makes weights
@@ -78,14 +80,38 @@ class TokenLists(NamedTuple):
     num_picked: Any | None = None  # int32[T] rows of each token's list of picks
 
 
+class RowPlaces(NamedTuple):
+    """Where the rows of a cache lie."""
+
+    page_size: int
+    numbers: PageNumbers
+
+    @classmethod
+    def of(cls, pages: jax.Array | SlabArray) -> RowPlaces:
+        """Those of pages [pages, page_size, width]."""
+        return cls(pages.shape[1], PageNumbers.of(pages))
+
+    def at(self, row: jax.Array) -> RowPlace:
+        """The place of row `page * page_size + slot`."""
+        size = jnp.int32(self.page_size)
+        return self.numbers.at(lax.div(row, size), lax.rem(row, size), 0)
+
+
+class RowCache(NamedTuple):
+    """A cache in global memory."""
+
+    views: tuple[Any, ...]  # of the format of its rows
+    places: RowPlaces
+
+
 @dataclass(frozen=True)
 class RowBlocks:
     """References of one kernel."""
 
     format: RowFormat  # of both caches
     lists: TokenLists
-    pages: tuple[Any, ...]  # views of the window cache
-    entry_pages: tuple[Any, ...]  # views of the compressed cache
+    of_windows: RowCache
+    of_entries: RowCache
     memory: RowMemory
     warpgroup: Any  # int32[] this one
 
@@ -94,8 +120,8 @@ class RowBlocks:
         first, in_window = self._place(piece, i)
 
         entries = self.lists.rows if self.lists.picked is None else self.lists.picked
-        pl.when(in_window)(functools.partial(self._copy, self.pages, self.lists.rows, first))
-        pl.when(jnp.logical_not(in_window))(functools.partial(self._copy, self.entry_pages, entries, first))
+        pl.when(in_window)(functools.partial(self._copy, self.of_windows, self.lists.rows, first))
+        pl.when(jnp.logical_not(in_window))(functools.partial(self._copy, self.of_entries, entries, first))
 
     def take_keys(self) -> Any:
         """The next block [64, D], ready for the product of scores; call `give_weights` when done with it."""
@@ -171,12 +197,12 @@ class RowBlocks:
         number, window = self.lists.pieces[piece, Field.FIRST] + i, self.lists.pieces[piece, Field.WINDOW_BLOCKS]
         return number, number < window, number - window
 
-    def _copy(self, pages: tuple[Any, ...], lists: Any, first: jax.Array) -> None:
-        def row(number: int) -> jax.Array:
-            return lax.max(lists[first + number], jnp.int32(0))
+    def _copy(self, cache: RowCache, lists: Any, first: jax.Array) -> None:
+        def row(number: int) -> RowPlace:
+            return cache.places.at(lax.max(lists[first + number], jnp.int32(0)))
 
-        def start(number: int, row: jax.Array) -> None:
-            self.format.copy(pages, row, self.memory.stage, number, self.memory.full)
+        def start(number: int, row: RowPlace) -> None:
+            self.format.copy(cache.views, row, self.memory.stage, number, self.memory.full)
 
         mosaic.start_copies(BLOCK, start, row)
 

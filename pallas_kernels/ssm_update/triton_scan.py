@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu.places import slabs_of, with_memory
+from pallas_kernels.gpu.places import PageNumbers, slabs_of, with_memory
 from pallas_kernels.ssm_update.running_sums import RunningSums
 from pallas_kernels.state_step import StateStep
 from pallas_kernels.triton.call import LEAST, call, load, power_from, product, reason_without_triton, store
-from pallas_kernels.triton.pages import PageNumbers
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu.places import slabs_of
+from pallas_kernels.gpu.places import PageNumbers, slabs_of
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.online_softmax import capped_sinks, finite
 from pallas_kernels.schedule import QueryTile
 from pallas_kernels.slab_pages import SlabArray
 from pallas_kernels.triton.call import LEAST, Part, call, load, numbers, power_from, powers, product, store
-from pallas_kernels.triton.pages import PageNumbers
 from pallas_kernels.xla.lanes import Lanes
 
 _MERGED_ROWS = LEAST  # of a program that merges
