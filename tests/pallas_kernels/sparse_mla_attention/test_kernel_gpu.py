@@ -279,19 +279,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "odd bytes": (
         {**FP8, "latent": LatentShape(LatentFp8(64, 64).width(128), 1, "int8")},
-        "take pages of a multiple of 16 bytes with entries in fp8, got 13,192",
+        "take pages of a multiple of 16 bytes with entries in fp8, got 194",
     ),
     "dim": ({"dim": 192}, "up to 512 numbers in steps of 128, got 192"),
     "large": ({"dim": 640}, "up to 512 numbers in steps of 128, got 640"),
 }
-
-
-def test_more_bytes_than_int32_counts_are_refused() -> None:
-    """Of entries in fp8, whose place in memory is counted in bytes."""
-    pages = jax.ShapeDtypeStruct((1 << 17, 64, 584), jnp.int8)
-    q = jax.ShapeDtypeStruct((1, 64, 512), jnp.bfloat16)
-    reason = kernel_gpu.reason_not_supported(q, (pages,), None, LatentFp8(64, 64))  # type: ignore[arg-type]
-    assert reason == "GPU kernels take less than 2 GiB of pages with entries in fp8, got 4,898,947,072 bytes"
 
 
 @pytest.mark.parametrize("name", BAD)
