@@ -29,6 +29,7 @@ from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.entries import EntryReader, reason_of_entries
 from pallas_kernels.tpu.latent_blocks import Run, StateBlocks, StatePages, log2
 from pallas_kernels.tpu.mosaic import LANES, Ref, load_row
+from pallas_kernels.tpu.slab_refs import page_names
 from pallas_kernels.tpu.token_blocks import TILE_QUERIES, Field, TokenBlocks, both_kinds
 from pallas_kernels.tpu.token_specs import (
     MOST_ROWS,
@@ -170,7 +171,7 @@ def _launch(
 ) -> jax.Array:
     """int32[T, 1, K] of the items' tokens; the rest is undefined."""
     cache, width = config.cache, cdiv(config.topk, LANES) * LANES
-    tables, rows = rows_of_tables(block_tables), row_specs(items, config.num_rows)
+    tables, rows = rows_of_tables(page_names(pages, block_tables)), row_specs(items, config.num_rows)
     by_token = token_spec(items, config.queries, width)
     results = call(
         lambda refs: _Step(config, items.room, refs).run(),

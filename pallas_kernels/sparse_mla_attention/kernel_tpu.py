@@ -27,6 +27,7 @@ from pallas_kernels.tpu.latent_blocks import StatePages
 from pallas_kernels.tpu.limits import base2_sinks, lse_with_sinks
 from pallas_kernels.tpu.lse import by_head
 from pallas_kernels.tpu.mosaic import LANES
+from pallas_kernels.tpu.slab_refs import page_names
 from pallas_kernels.tpu.token_blocks import TILE_QUERIES, rows_from
 from pallas_kernels.tpu.token_specs import MOST_ROWS, padded_heads, rows_of_heads, rows_of_tables
 
@@ -198,7 +199,7 @@ class _Layer(NamedTuple):
             return results
         if picks is None:
             config = self._config(queries, compressed)
-            tables = rows_of_tables(compressed.tables)
+            tables = rows_of_tables(page_names(compressed.pages, compressed.tables))
             return tpu_runs.run_pass(config, items, q, compressed.pages, tables, results["after"], per_row)
         config = self._config(1, compressed)
         shifts = tpu_picks.row_shifts(compressed.tables, compressed.pages)

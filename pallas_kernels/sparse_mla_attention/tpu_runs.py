@@ -26,6 +26,7 @@ from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.latent_blocks import Run, StateBlocks, log2
 from pallas_kernels.tpu.lse import lse_shape
 from pallas_kernels.tpu.mosaic import LANES, Ref, load_row
+from pallas_kernels.tpu.slab_refs import page_names
 from pallas_kernels.tpu.token_blocks import Field
 from pallas_kernels.tpu.token_specs import row_specs, table_spec, token_spec
 
@@ -58,7 +59,7 @@ def run_pass(
     items: WindowBlocks,
     q: jax.Array,  # [T * heads, lanes], a multiple of the blocks
     pages: jax.Array,  # [pages, rows, pieces, packing, 128]
-    tables: jax.Array | None,  # int32[S, 1, n]: of compressed entries
+    tables: jax.Array | None,  # int32[S, 1, n]: names of the pages of compressed entries
     state: PassState | None,
     sinks: jax.Array | None,  # float32[chunk, 128]
 ) -> dict[str, Any]:
@@ -82,7 +83,10 @@ def run_pass(
         _Refs,
         name=f"sparse_run_q{config.queries}_b{config.block_states}_p{config.cache.page_size}",
         grid=items.blocks.num_items + 1,
-        scalars={"items": items.blocks.table, "window_pages": items.pages if tables is None else None},
+        scalars={
+            "items": items.blocks.table,
+            "window_pages": page_names(pages, items.pages) if tables is None else None,
+        },
         inputs={
             "q": Operand(q, blocks(q.shape[1])),
             "table": table,

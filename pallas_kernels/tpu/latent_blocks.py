@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.entries import EntryReader
 from pallas_kernels.tpu.mosaic import Copy, Ref
+from pallas_kernels.tpu.slab_refs import named_page
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Run:
     lower: Any  # first state
     upper: Any  # last state, -1: none
     page_size: int
-    page: Callable[[jax.Array], jax.Array]  # number in the pool of the run's j-th page
+    page: Callable[[jax.Array], jax.Array]  # name of the run's j-th page, of `page_names`
 
     @property
     def first_page(self) -> Any:
@@ -137,7 +138,7 @@ class StateBlocks:
         lax.fori_loop(0, self._pages_of_block(run, block), page, None)
 
     def _copy(self, page: jax.Array, j: jax.Array, slot: jax.Array) -> Copy:
-        return pltpu.make_async_copy(self.pages.at[page], self._target(j, slot), self.arrived.at[slot])
+        return pltpu.make_async_copy(named_page(self.pages, page), self._target(j, slot), self.arrived.at[slot])
 
     def _target(self, j: jax.Array, slot: jax.Array) -> Ref:
         return self._window(slot, j, 1)

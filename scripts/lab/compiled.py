@@ -13,6 +13,7 @@ from typing import Any
 from pallas_kernels.cases.case import Case, parse, settings_of, splits
 from pallas_kernels.cases.find import case_types
 from pallas_kernels.mask import MaskRule
+from scripts.lab.slab_shapes import of_case
 
 
 def compiled_types(platform: str) -> dict[str, type[Case]]:
@@ -21,7 +22,9 @@ def compiled_types(platform: str) -> dict[str, type[Case]]:
 
 
 def case_of(platform: str, op: str, settings: list[str], **defaults: Any) -> Case:
-    """The case of a compilation; `defaults` are set where the op has such a field and the settings say nothing.
+    """The case of a compilation, whatever settings say of slabs (`slab_shapes`).
+
+    `defaults` are set where the op has such a field and the settings say nothing.
 
     Raises:
         ValueError: there is no such op, or the settings are not those of its cases.
@@ -29,7 +32,7 @@ def case_of(platform: str, op: str, settings: list[str], **defaults: Any) -> Cas
     types = compiled_types(platform)
     if op not in types:
         raise ValueError(f"expected an op out of {sorted(types)}, got {op!r}")
-    return parse(types[op], settings, platform=platform, **defaults)
+    return parse(types[op], of_case(settings), platform=platform, **defaults)
 
 
 def mask_of(op: str, settings: list[str]) -> MaskRule:

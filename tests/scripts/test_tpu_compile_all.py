@@ -20,7 +20,8 @@ from scripts.lab.tpu.workers import Workers
 from tests.scripts.needs_libtpu import needs_libtpu
 
 CASE = ShapeCase("kv_write", "llama3-8b / 1", ("kv_heads=8",))
-MEMORY = {"kernels": {"kv_write": {"vmem_bytes": 1 << 20, "smem_bytes": 4096}}, "token_bytes": None}
+IN_PLACE = {"donated_bytes": 0, "alias_bytes": 0, "temp_bytes": 0}
+MEMORY = {"kernels": {"kv_write": {"vmem_bytes": 1 << 20, "smem_bytes": 4096}}, "token_bytes": None, **IN_PLACE}
 
 
 def test_every_op_has_cases_of_its_own_settings() -> None:
@@ -55,7 +56,8 @@ def test_the_subset_has_every_op_on_every_chip() -> None:
     chips = tuple(CHIPS)
     picked = subset(shape_cases(), chips)
     assert {(chip, case.op) for chip, case in picked} == {(chip, op) for chip in chips for op in compiled_types("tpu")}
-    assert len(picked) == len(chips) * len(compiled_types("tpu"))
+    assert len(picked) == (len(chips) + 1) * len(compiled_types("tpu"))
+    assert [case.op for _, case in picked if case.label == "in slabs"] == list(compiled_types("tpu"))
 
 
 class Compilers:
@@ -90,10 +92,23 @@ def test_a_dump_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_too_much_memory_is_a_failure() -> None:
-    compilers = [Compilers({"kernels": {"kv_write": {"vmem_bytes": 65 << 20, "smem_bytes": 0}}})]
+    compilers = [Compilers({"kernels": {"kv_write": {"vmem_bytes": 65 << 20, "smem_bytes": 0}}, **IN_PLACE})]
     assert compile_case("0.0.52", "v6e", CASE, compilers).error is None
     error = compile_case("0.0.52", "v7x", CASE, compilers).error
     assert error == "kv_write: expected at most 67108864 bytes of VMEM, got 68157440"
+
+
+@pytest.mark.parametrize(
+    ("alias_bytes", "temp_bytes", "error"),
+    [
+        (100, 99, None),
+        (99, 0, "expected 100 bytes updated in place, got 99"),
+        (100, 100, "expected less temporary bytes than the 100 of pages, got 100"),
+    ],
+)
+def test_pages_that_are_copied_are_a_failure(alias_bytes: int, temp_bytes: int, error: str | None) -> None:
+    memory = {"kernels": {}, "donated_bytes": 100, "alias_bytes": alias_bytes, "temp_bytes": temp_bytes}
+    assert compile_case("0.0.52", "v6e", CASE, [Compilers(memory)]).error == error
 
 
 def test_results_are_saved_and_loaded(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What can be compiled: (op, settings) -> a function, the shapes of its arguments, and which of them are donated.
 
 Imported in the process that compiles, after `prepare_environment`. `slabs=N` among an op's settings puts its pages into
-slabs of N pages, `rest=ROWS` behind them.
+slabs of N pages (`lab.slab_shapes`).
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
 from pallas_kernels.cases.case import argument_shapes
-from pallas_kernels.layouts import cdiv
-from pallas_kernels.slab_pages import ROW_BYTES, SlabColumn, places_of
 from scripts.lab import compiled
 from scripts.lab.gpu import layer_case
+from scripts.lab.slab_shapes import in_slabs, of_slabs
 
 LAYERS = "layers"  # that share the plan of a step: no op, but compiled as one
 _PAGE = 16  # tokens, where settings say nothing
-_OF_SLABS = ("slabs", "rest")
 
 
 class Operation(NamedTuple):
@@ -41,8 +36,7 @@ def case_of(op: str, settings: list[str]) -> Any:
     """
     if op == LAYERS:
         return layer_case.parse(settings)
-    of_case = [setting for setting in settings if setting.partition("=")[0] not in _OF_SLABS]
-    return compiled.case_of("gpu", op, of_case, page=_PAGE)
+    return compiled.case_of("gpu", op, settings, page=_PAGE)
 
 
 def operation_of(op: str, settings: list[str]) -> Operation:
@@ -54,15 +48,7 @@ def operation_of(op: str, settings: list[str]) -> Operation:
     case = case_of(op, settings)
     if op == LAYERS:
         return Operation(*layer_case.layers(case), layers=1 if case.scan else case.layers)
-    pages, rest = argument_shapes(case)
-    if of_slabs := {name: int(n) for name, _, n in (x.partition("=") for x in settings) if name in _OF_SLABS}:
-        pages = _in_slabs(pages, of_slabs["slabs"], of_slabs.get("rest", 0))
-    return Operation(partial(case.call, "gpu"), (pages, rest), donated=(0,) if case.writes else ())
-
-
-def _in_slabs(pages: tuple[Any, ...], pages_per_slab: int, rest: int) -> SlabColumn:
-    """The shape of a column of slabs that holds at least so many pages."""
-    places = places_of([(page.shape[1:], page.dtype.name) for page in pages], pages_per_slab, packs=False)
-    slabs = cdiv(pages[0].shape[0], pages_per_slab)
-    rows = pages_per_slab * places[0].page_rows + rest
-    return SlabColumn(jax.ShapeDtypeStruct((slabs, rows, ROW_BYTES // 4), jnp.uint32), places)  # type: ignore[arg-type]
+    arguments = argument_shapes(case)
+    if slabs := of_slabs(settings):
+        arguments = in_slabs(arguments, packs=False, **slabs)
+    return Operation(partial(case.call, "gpu"), tuple(arguments), donated=(0,) if case.writes else ())

@@ -51,19 +51,19 @@ def _kernel_name(params: dict[str, Any]) -> str:
 
 
 def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
-    """Compiles, and says what the compiler said about memory; with `slabs=N` over pages in slabs (`slab_shapes`)."""
+    """Compiles, and says what the compiler said about memory; with `slabs=N` of pages in slabs (`lab.slab_shapes`)."""
     import jax
     from jax.experimental import topologies
 
     from pallas_kernels.cases.case import argument_shapes
     from scripts.lab.compiled import case_of
-    from scripts.lab.tpu.slab_shapes import in_slabs, split
+    from scripts.lab.slab_shapes import in_slabs, of_slabs
 
-    of_case, of_slabs = split(settings)
-    case = case_of("tpu", op, of_case)
+    case = case_of("tpu", op, settings)
     call, arguments = functools.partial(case.call, "tpu"), argument_shapes(case)
-    if of_slabs:
-        arguments = in_slabs(arguments, **of_slabs)
+    if slabs := of_slabs(settings):
+        arguments = in_slabs(arguments, packs=True, **slabs)
+    donated = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments.pages)) if case.writes else 0
     device = topologies.get_topology_desc(topology_name=CHIPS[chip].topology, platform="tpu").devices[0]
     mesh = jax.sharding.Mesh([device], ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -80,6 +80,7 @@ def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
         "kernels": {name: {"smem_bytes": size, "vmem_bytes": vmem.get(name)} for name, size in smem.items()},
         "temp_bytes": memory.temp_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
+        "donated_bytes": donated,
         "code_bytes": memory.generated_code_size_in_bytes,
         "token_bytes": getattr(case, "token_bytes", None),
     }

@@ -95,8 +95,8 @@ def compile_case(libtpu: str, chip: str, case: ShapeCase, compilers: Iterable[Co
             error = str(refused)
             continue
         found = tuple(_lines(chip, compilation.memory, compilation.kernels))
-        too_large = _too_large(chip, found)
-        return Result(libtpu, chip, case, time.monotonic() - start, found, too_large)
+        problem = _too_large(chip, found) or _copied(compilation.memory)
+        return Result(libtpu, chip, case, time.monotonic() - start, found, problem)
     return Result(libtpu, chip, case, time.monotonic() - start, error=error)
 
 
@@ -185,6 +185,16 @@ def _scores(chip: str, kernel: Kernel, token_bytes: int | None) -> list[BlockSco
         return [] if token_bytes is None else block_scores(kernel, CHIPS[chip], token_bytes)
     except ValueError:
         return []
+
+
+def _copied(memory: dict[str, Any]) -> str | None:
+    """What says that pages are not changed in place."""
+    donated, temporary = memory["donated_bytes"], memory["temp_bytes"]
+    if memory["alias_bytes"] < donated:
+        return f"expected {donated} bytes updated in place, got {memory['alias_bytes']}"
+    if 0 < donated <= temporary:
+        return f"expected less temporary bytes than the {donated} of pages, got {temporary}"
+    return None
 
 
 def _too_large(chip: str, lines: Iterable[Line]) -> str | None:

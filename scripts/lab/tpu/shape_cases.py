@@ -11,6 +11,20 @@ from dataclasses import dataclass
 from scripts.lab.compiled import compiled_types, shape_settings
 
 MAX_SHARDS = 8
+# Pages in slabs that they do not fill; states behind those of a convolution.
+IN_SLABS = {
+    "causal_conv1d": "slabs=1 rest=4096 tokens=64 seqs=64",
+    "compressor_update": "slabs=8 rest=8",
+    "gated_delta_rule": "slabs=1 before=96 tokens=64",
+    "indexer_topk": "slabs=8 rest=8",
+    "kv_write": "slabs=8 rest=8",
+    "latent_write": "slabs=8 rest=8",
+    "mla_paged_attention": "slabs=8 rest=8",
+    "page_ops": "slabs=8 before=12",
+    "ragged_paged_attention": "slabs=65 rest=32 page=16 heads=16 kv_heads=2 head_dim=256 write=1",
+    "selective_scan": "slabs=1 before=96 model=jamba-1.5-mini",
+    "sparse_mla_attention": "slabs=8 rest=8",
+}
 
 
 @dataclass(frozen=True)
@@ -33,9 +47,13 @@ def shape_cases(ops: Iterable[str] | None = None, extra: tuple[str, ...] = ()) -
 
 
 def subset(cases: list[ShapeCase], chips: tuple[str, ...], per_op: int = 4) -> list[tuple[str, ShapeCase]]:
-    """(chip, case): of each op up to `per_op` cases, spread over its shapes and shards, and over the chips in turn."""
+    """(chip, case): of each op one in slabs, and up to `per_op` of the cases, spread over its shapes and shards.
+
+    Both are spread over the chips in turn.
+    """
     picked = []
-    for op in dict.fromkeys(case.op for case in cases):
+    for n, op in enumerate(dict.fromkeys(case.op for case in cases)):
+        picked.append((chips[n % len(chips)], ShapeCase(op, "in slabs", tuple(IN_SLABS[op].split()))))
         own = [case for case in cases if case.op == op]
         places = [i * (len(own) - 1) // max(per_op - 1, 1) for i in range(per_op)]
         picked += [(chips[i % len(chips)], own[place]) for i, place in enumerate(places)]
