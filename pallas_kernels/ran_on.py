@@ -4,7 +4,7 @@ Flow:    kvjax check --record -> ran_on.json -> [tell_untried] -> logger `pallas
 
     {"NVIDIA H100 80GB HBM3": {"gpu": ["kv_write", ...], "triton": [...]}}
 
-A chip is named as jax names its `device_kind`, an op as the backends' choice names it.
+A chip is named as jax names its `device_kind`, an op as the backends' choice names it ("OP in slabs" is not OP).
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def tell_untried(op: str, backend: str) -> None:
 def _tell_untried(op: str, backend: str, kind: str) -> None:
     if op not in _read().get(kind, {}).get(backend, ()):
         logger.warning(
-            "%s: the %s kernel was never run on a %s; `kvjax check` compares it with its reference", op, backend, kind
+            "%s: the %s kernel was never run on a %s; `kvjax check` compares kernels with references",
+            op,
+            backend,
+            kind,
         )
 
 

@@ -331,6 +331,11 @@ def replaced(pages: Any, i: int, array: Any) -> tuple[jax.Array, ...]:
     return page_arrays(pages.after(array) if isinstance(pages, SlabColumn) else (*pages[:i], array, *pages[i + 1 :]))
 
 
+def name_in_slabs(op: str, pages: Any) -> str:
+    """What an op is called in messages and in the record of what ran (`ran_on`): apart where pages lie in slabs."""
+    return f"{op} in slabs" if is_in_slabs(pages) else op
+
+
 def is_in_slabs(pages: Any) -> bool:
     """Whether a layer's pages, or an array of them, lie in slabs."""
     return isinstance(pages, SlabColumn | SlabArray)
@@ -341,6 +346,7 @@ __all__ = [
     "SlabArray",
     "SlabColumn",
     "is_in_slabs",
+    "name_in_slabs",
     "numbers_of",
     "page_arrays",
     "places_of",

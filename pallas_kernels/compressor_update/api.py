@@ -20,7 +20,7 @@ from pallas_kernels.backends import XlaPath, resolve_backend
 from pallas_kernels.compressor_update import reference, validate
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.lazy import lazy
-from pallas_kernels.slab_pages import page_arrays
+from pallas_kernels.slab_pages import name_in_slabs, page_arrays
 
 if TYPE_CHECKING:
     from pallas_kernels.compressor_update import kernel_tpu, triton_pool
@@ -81,7 +81,7 @@ def compressor_update(
     }
     num_bytes = room * reference.entry_bytes(position_bias, overlap)
     path = XlaPath(3, num_bytes, "the states that its entries pool", triton_passes=1)
-    chosen = resolve_backend(validate.OP, backend, reasons, path)
+    chosen = resolve_backend(name_in_slabs(validate.OP, pages), backend, reasons, path)
     arguments = (kv, scores, page_arrays(pages), *step, slot_mapping, position_bias)
     if chosen == "tpu":
         chosen = memory.with_room(validate.OP, backend, kernel_tpu.compressor_update, *arguments, **options)

@@ -31,6 +31,7 @@ from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.gated_delta_rule import reference, validate, xla_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.lazy import lazy
+from pallas_kernels.slab_pages import name_in_slabs
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
 
@@ -93,7 +94,9 @@ def gated_delta_rule(
         "tpu": lambda: tpu_rule.reason_not_supported(v, k, g, states),
         "gpu": lambda: gpu_rule.reason_not_supported(v, k, g, states),
     }
-    chosen = resolve_backend(validate.OP, backend, reasons, xla_rule.path_over(states, state_read.shape[0]))
+    chosen = resolve_backend(
+        name_in_slabs(validate.OP, states), backend, reasons, xla_rule.path_over(states, state_read.shape[0])
+    )
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.OP, v.shape[0], states.shape[0], step)
     arguments = (Inputs(q, k, v, g, beta), states, step.by_column())

@@ -17,7 +17,7 @@ from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.indexer_topk import reference, validate, xla_topk
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.lazy import lazy
-from pallas_kernels.slab_pages import page_arrays
+from pallas_kernels.slab_pages import name_in_slabs, page_arrays
 from pallas_kernels.xla.walks import path_over
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def indexer_topk(
         "tpu": lambda: kernel_tpu.reason_not_supported(q, page_arrays(pages), block_tables, **options),
         "triton": lambda: triton_scores.reason_not_supported(entries, latent.array),
     }
-    chosen = resolve_backend(validate.OP, backend, reasons, path)
+    chosen = resolve_backend(name_in_slabs(validate.OP, pages), backend, reasons, path)
     arguments = (q, weights, page_arrays(pages), *step)
     if chosen == "tpu":
         chosen = memory.with_room(validate.OP, backend, kernel_tpu.indexer_topk, *arguments, **options)

@@ -30,7 +30,7 @@ from pallas_kernels.latent_write import latent_write
 from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import reference, validate, xla_attention
-from pallas_kernels.slab_pages import page_arrays
+from pallas_kernels.slab_pages import name_in_slabs, page_arrays
 from pallas_kernels.xla.walks import path_over
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def plan(
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
     attention_checks.check_decode(validate.OP, q_nope.shape[0], query_start_loc, distribution, is_decode)
     xla = path_over(block_tables, page_arrays(pages))
-    chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla)
+    chosen = resolve_backend(name_in_slabs(validate.OP, pages), backend, _reasons(q_nope, q_pe, latent, mask), xla)
     if chosen in ("tpu", "reference") and is_decode and q_nope.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q_nope.shape[0])
     if chosen != "gpu":
@@ -127,7 +127,9 @@ def mla_paged_attention(
     validate.check_per_head(q_nope.shape[1], sinks, k_scale)
     pages = page_arrays(pages)
     xla = path_over(block_tables, pages)
-    chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask, share), xla)
+    chosen = resolve_backend(
+        name_in_slabs(validate.OP, pages), backend, _reasons(q_nope, q_pe, latent, mask, share), xla
+    )
     options: dict[str, Any] = {
         "mask": mask,
         "sm_scale": float(sm_scale),

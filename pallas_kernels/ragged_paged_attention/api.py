@@ -25,7 +25,7 @@ from pallas_kernels.kv_write.validate import check as check_write
 from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import reference, validate, xla_attention
-from pallas_kernels.slab_pages import page_arrays, replaced
+from pallas_kernels.slab_pages import name_in_slabs, page_arrays, replaced
 from pallas_kernels.xla.walks import path_over
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def plan(
     attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step, sees_all=mask.sees_all)
     attention_checks.check_decode(validate.OP, q.shape[0], query_start_loc, distribution, is_decode)
     xla = path_over(block_tables, pages)
-    chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
+    chosen = resolve_backend(name_in_slabs(validate.OP, pages), backend, _reasons(q, pages, mask, num_kv_heads), xla)
     if chosen in ("tpu", "reference") and is_decode and q.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q.shape[0])
     if chosen != "gpu":
@@ -139,7 +139,9 @@ def ragged_paged_attention(
     attention_checks.check_batch(validate.OP, q.shape[0], page_size * context_size, *step, sees_all=mask.sees_all)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
     xla = path_over(block_tables, pages)
-    chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads, share), xla)
+    chosen = resolve_backend(
+        name_in_slabs(validate.OP, pages), backend, _reasons(q, pages, mask, num_kv_heads, share), xla
+    )
     options: dict[str, Any] = {
         "mask": mask,
         "num_kv_heads": num_kv_heads,

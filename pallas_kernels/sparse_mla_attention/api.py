@@ -23,7 +23,7 @@ from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.lazy import lazy
-from pallas_kernels.slab_pages import page_arrays
+from pallas_kernels.slab_pages import name_in_slabs, page_arrays
 from pallas_kernels.sparse_mla_attention import reference, validate, xla_attention
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
 
@@ -77,7 +77,7 @@ def plan_work(
     xla = xla_attention.path_over(
         q, page_arrays(pages), sliding_window, options["entry_page_size"], compressed_tables, num_picks
     )
-    if resolve_backend(validate.OP, backend, reasons, xla) != "gpu":
+    if resolve_backend(name_in_slabs(validate.OP, pages), backend, reasons, xla) != "gpu":
         return None
     return kernel_gpu.plan(schedule, q, compressed_tables, num_picks=num_picks, **options)
 
@@ -149,7 +149,7 @@ def sparse_mla_attention(
     num_picks = None if topk_indices is None else topk_indices.shape[1]
     named = (sliding_window, options["entry_page_size"], compressed_tables, num_picks)
     xla = xla_attention.path_over(q, pages, *named)
-    chosen = resolve_backend(validate.OP, backend, reasons, xla)
+    chosen = resolve_backend(name_in_slabs(validate.OP, pages), backend, reasons, xla)
     entry_pages = None if compressed is None else (compressed.array,)
     arguments = (q, pages, schedule, entry_pages, *arrays[1:], sinks)
     of_tpu = options | {

@@ -22,6 +22,7 @@ import jax
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.lazy import lazy
+from pallas_kernels.slab_pages import name_in_slabs
 from pallas_kernels.ssm_update import reference, validate, xla_scan
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
 from pallas_kernels.state_checks import check_step
@@ -82,7 +83,7 @@ def causal_conv1d(
         "tpu": lambda: tpu_conv.reason_not_supported(x, states, weight),
         "gpu": lambda: gpu_conv.reason_not_supported(x, states, weight),
     }
-    chosen = resolve_backend(validate.CONV, backend, reasons)
+    chosen = resolve_backend(name_in_slabs(validate.CONV, states), backend, reasons)
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.CONV, x.shape[0], states.shape[0], step)
     arguments = (Convolution(x, weight, bias), states, step.by_column())
@@ -130,7 +131,9 @@ def selective_scan(
         "gpu": lambda: gpu_scan.reason_not_supported(x, states),
         "triton": lambda: triton_scan.reason_not_supported(x),
     }
-    chosen = resolve_backend(validate.SCAN, backend, reasons, xla_scan.path_over(states, state_read.shape[0]))
+    chosen = resolve_backend(
+        name_in_slabs(validate.SCAN, states), backend, reasons, xla_scan.path_over(states, state_read.shape[0])
+    )
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.SCAN, x.shape[0], states.shape[0], step)
     options: dict[str, Any] = {"dt_limit": (float(dt_limit[0]), float(dt_limit[1]))}
