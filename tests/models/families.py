@@ -85,7 +85,7 @@ FAMILIES = (
 )
 IN_SLABS = tuple(
     Family(name, memory_bytes=4 << 20)
-    for name in ("jamba", "granite_moe_hybrid", "qwen3_next", "qwen3_5", "kimi_linear", "nemotron_h")
+    for name in ("jamba", "granite_moe_hybrid", "qwen3_next", "qwen3_5", "kimi_linear", "nemotron_h", "gemma4")
 )
 
 

@@ -49,7 +49,7 @@ def plan_caches(
     }
     if draft_model is None:
         budget: dict[str, Any] = {"memory_bytes": config.memory_bytes, "num_blocks": config.num_blocks}
-        return plan_kv_cache(specs, **budget, one_memory=config.one_memory, **own), None
+        return plan_kv_cache(specs, **budget, one_memory=config.shares_memory, **own), None
     draft_specs = draft_model.kv_cache_specs(config.block_size * draft_parallel.page_context, config.dtype)
     drafts = own | {
         "max_model_len": min(config.max_model_len, draft_model.max_model_len),
@@ -66,7 +66,7 @@ def plan_caches(
         return plan, plan_kv_cache(draft_specs, num_blocks=num_blocks, **drafts)
     blocks = size_pools([*needs, *draft_needs], config.memory_bytes)
     shares = [need.bytes_per_block * size for need, size in zip([*needs, *draft_needs], blocks, strict=True)]
-    plan = plan_kv_cache(specs, memory_bytes=sum(shares[: len(needs)]), one_memory=config.one_memory, **own)
+    plan = plan_kv_cache(specs, memory_bytes=sum(shares[: len(needs)]), one_memory=config.shares_memory, **own)
     return plan, plan_kv_cache(draft_specs, memory_bytes=sum(shares[len(needs) :]), **drafts)
 
 

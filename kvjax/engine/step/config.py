@@ -40,7 +40,7 @@ class EngineConfig:
         dtype: of the cache; None: that of the loaded weights.
         hybrid: whether windows free what they passed. Without it they keep every token in the full layers' table.
         one_memory: whether kinds of layers whose pages differ in size, as states and tokens, share `memory_bytes`
-            instead of a part each (`plan_kv_cache`).
+            instead of a part each (`plan_kv_cache`). None: yes, but for `num_blocks` or the rules of a release.
         seed: of sampling and of block hashes.
         hash_algorithm: of block hashes.
         async_scheduling: whether a step starts before the tokens of the one before it are read. The price is a step's
@@ -76,7 +76,7 @@ class EngineConfig:
     tokens_per_checkpoint: int = USUAL_TOKENS
     dtype: str | None = None
     hybrid: bool = True
-    one_memory: bool = False
+    one_memory: bool | None = None
     seed: int = 0
     hash_algorithm: str = "sha256_cbor"
     async_scheduling: bool = False
@@ -102,6 +102,13 @@ class EngineConfig:
     def max_in_flight_tokens(self) -> int:
         """Most tokens that steps in flight add."""
         return self.max_num_batched_tokens * self.max_steps_in_flight
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether pools of unlike pages share the memory."""
+        if self.one_memory is None:
+            return self.memory_bytes is not None and self.release is None
+        return self.one_memory
 
     @property
     def manager_options(self) -> ManagerOptions:
