@@ -1,16 +1,18 @@
 """Run by tests in a process of its own: an engine of a golden model on a mesh gives Hugging Face's greedy tokens.
 
-    python -m tests.engine.mesh.mesh_program FAMILY AXIS=SIZE ... [--auto] [--tiers FOLDER] [--deviation WHAT]
+    python -m tests.engine.mesh.mesh_program FAMILY AXIS=SIZE ... [--auto] [--one-memory] [--tiers FOLDER] ...
 
 The pool holds two or three requests at once, so some are preempted; prompts come twice, so the second is found in the
 cache; every prompt is sampled twice, so one sample is forked from the other. With `--tiers` an engine with tiers
-follows (`tiers_on_mesh`, `tiers_on_processes`); with `--restarted` there are units in the folder of a run before.
+follows (`tiers_on_mesh`, `tiers_on_processes`); with `--restarted` there are units in the folder of a run before. With
+`--one-memory` the pools share two thirds of what they else would have.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -28,7 +30,9 @@ NUM_BLOCKS = {"gemma3": 87}  # of each pool: room for two or three requests at o
 FEW_BLOCKS = 28
 
 
-def make_engine(name: str, axes: dict[str, int], *, is_auto: bool, max_num_seqs: int = 4) -> LLMEngine:
+def make_engine(
+    name: str, axes: dict[str, int], *, is_auto: bool, one_memory: bool = False, max_num_seqs: int = 4
+) -> LLMEngine:
     """An engine whose host blocks have 8 tokens, whatever the ranks that share them."""
     family = next(family for family in FAMILIES if family.name == name)
     kinds = (AxisType.Auto if is_auto else AxisType.Explicit,) * len(axes)
@@ -37,6 +41,10 @@ def make_engine(name: str, axes: dict[str, int], *, is_auto: bool, max_num_seqs:
     model = load_model(model_folder(name), "float32", mesh, streaming=family.streaming)
     num_blocks, block_size = NUM_BLOCKS.get(name, FEW_BLOCKS), 8 // axes.get("context", 1)
     config = engine_config(family, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=block_size)
+    engine = LLMEngine(model, config, mesh=mesh)
+    if not one_memory:
+        return engine
+    config = replace(config, num_blocks=None, memory_bytes=engine.plan.used_bytes * 2 // 3, one_memory=True)
     return LLMEngine(model, config, mesh=mesh)
 
 
@@ -69,6 +77,7 @@ def main() -> None:
     parser.add_argument("family")
     parser.add_argument("axes", nargs="+")
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--one-memory", action="store_true")
     parser.add_argument("--tiers", type=Path, metavar="FOLDER", help="empty")
     parser.add_argument("--restarted", action="store_true")
     parser.add_argument("--deviation", choices=("settings", "requests"), help="of process 1 from the others")
@@ -76,7 +85,9 @@ def main() -> None:
     join_processes()
     deviates = args.deviation if jax.process_index() == 1 else None
     axes = {name: int(size) for name, size in (axis.split("=") for axis in args.axes)}
-    engine = make_engine(args.family, axes, is_auto=args.auto, max_num_seqs=5 if deviates == "settings" else 4)
+    max_num_seqs = 5 if deviates == "settings" else 4
+    sizes = {"is_auto": args.auto, "one_memory": args.one_memory, "max_num_seqs": max_num_seqs}
+    engine = make_engine(args.family, axes, **sizes)
     if deviates == "requests":
         engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
     if args.restarted:

@@ -40,6 +40,11 @@ def run(*arguments: str, num_processes: int = 1, folder: Path | None = None) -> 
             if (name, axes) != ("llama", ALL_AXES)  # above, with tiers
         ],
         pytest.param("whisper", ("context=2", "tensor=2"), marks=SWEEP),
+        *[
+            pytest.param(name, (*axes, "--one-memory"), marks=SWEEP)
+            for name in ("qwen3_next", "kimi_linear")
+            for axes in (ALL_AXES, ("data=2",), ("tensor=4",), ("context=2", "tensor=2"))
+        ],
     ],
 )
 def test_a_mesh_gives_the_tokens_of_one_device(name: str, axes: tuple[str, ...], tmp_path: Path) -> None:
