@@ -13,7 +13,7 @@ from scripts.lab.compiled import compiled_types, shape_settings
 MAX_SHARDS = 8
 # Pages in slabs that they do not fill; states behind those of a convolution.
 IN_SLABS = {
-    "causal_conv1d": "slabs=1 rest=4096 tokens=64 seqs=64",
+    "causal_conv1d": "slabs=1 rest=4097 tokens=64 seqs=64",
     "compressor_update": "slabs=8 rest=8",
     "gated_delta_rule": "slabs=1 before=96 tokens=64",
     "indexer_topk": "slabs=8 rest=8",
