@@ -45,13 +45,17 @@ class ConvInputs(NamedTuple):
         from_old = self.old[seq, jnp.minimum(place, -1) + self.old.shape[1]]
         return jnp.where((place >= 0)[..., None], from_new.astype(jnp.float32), from_old.astype(jnp.float32))
 
-    def written(self, states: jax.Array) -> jax.Array:
-        """`states` with the last inputs of every sequence in the pages that it writes, those after each token kept."""
+    @property
+    def last(self) -> jax.Array:
+        """float32[S, L, W - 1, C]: the last inputs of every sequence, after each token kept."""
         num_seqs, num_kept = self.step.write.shape
         ends = self.step.q_lens[:, None] + jnp.arange(1 - num_kept, 1)  # int32[S, L] places after the tokens kept
         places = ends[..., None] + jnp.arange(-self.old.shape[1], 0)
-        last = self.at(jnp.arange(num_seqs)[:, None, None], places)  # [S, L, W - 1, C]
-        return with_states(states, self.step.write, last.swapaxes(2, 3))
+        return self.at(jnp.arange(num_seqs)[:, None, None], places)
+
+    def written(self, states: jax.Array) -> jax.Array:
+        """`states` with the last inputs in the pages that the sequences write."""
+        return with_states(states, self.step.write, self.last.swapaxes(2, 3))
 
 
 @functools.partial(jax.jit, static_argnames="activation")

@@ -14,6 +14,7 @@ W - 1 inputs before them, and multiplies shifted rows of those. Bytes: x and out
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -23,13 +24,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.page_ops.tpu_states import array_of, by_dma
+from pallas_kernels.slab_pages import SlabArray
 from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.ssm_update.reference import ConvInputs
-from pallas_kernels.state_step import StateStep, StepArrays
+from pallas_kernels.state_step import StateStep, StepArrays, with_states
 from pallas_kernels.tpu.call import Operand, call
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref
 from pallas_kernels.tpu.segments import Field, num_decode_tokens, plan_segments
-from pallas_kernels.tpu.slab_refs import reason_of_slab_rows
+from pallas_kernels.tpu.slab_refs import as_stored, reason_of_slab_rows
 
 _CHUNK = 256  # tokens
 _MOST_CHANNELS = 1024  # of a tile
@@ -45,6 +47,8 @@ def reason_not_supported(x: jax.Array, states: jax.Array, weight: jax.Array) -> 
         return f"TPU kernels take up to {_MOST_TAPS} taps, got {weight.shape[1]}"
     if jnp.float16 in (x.dtype, states.dtype):
         return "TPU has no arithmetic on float16; use bfloat16"
+    if isinstance(states, SlabArray) and not states.place.packs:
+        return "TPU kernels read packed states in slabs; make them by places_of(packs=True)"
     return reason_of_slab_rows(states)
 
 
@@ -61,8 +65,7 @@ def causal_conv1d(
     x, weight, bias = arguments
     num_tokens, num_channels = x.shape
     step = StateStep.of(num_tokens, arrays)
-    states = by_dma(states)
-    inputs = ConvInputs.of(x, states, step)
+    inputs = ConvInputs(x, _inputs_of(states, step.read), step)
     taps = weight.T.astype(jnp.float32)
     offset = jnp.zeros(num_channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
     num_decode = num_decode_tokens(step, arrays.distribution)
@@ -72,7 +75,26 @@ def causal_conv1d(
         out = _segments(inputs, taps, offset, arrays.distribution, activation, chunk)
         decoded = jnp.pad(decoded, [(0, num_tokens - decoded.shape[0]), (0, 0)])
         out = jnp.where((jnp.arange(num_tokens) < num_decode)[:, None], decoded, out)
-    return jnp.where((step.place >= 0)[:, None], out, 0).astype(x.dtype), array_of(inputs.written(states))
+    return jnp.where((step.place >= 0)[:, None], out, 0).astype(x.dtype), _written(states, inputs)
+
+
+def _inputs_of(states: jax.Array, pages: jax.Array) -> jax.Array:
+    """[S, W - 1, C] of the states in pages int32[S]."""
+    if not isinstance(states, SlabArray):
+        return states[pages].swapaxes(1, 2)
+    _, num_channels, num_inputs = states.shape
+    by_lanes = by_dma(as_stored(states))[pages]  # [S, C / 128, W - 1, 128]
+    return by_lanes.swapaxes(1, 2).reshape(-1, num_inputs, num_channels)
+
+
+def _written(states: jax.Array, inputs: ConvInputs) -> jax.Array:
+    """`states` after the step."""
+    if not isinstance(states, SlabArray):
+        return inputs.written(states)
+    last = inputs.last.astype(states.dtype)
+    by_lanes = last.reshape(*last.shape[:3], -1, LANES).swapaxes(2, 3)
+    written = array_of(with_states(by_dma(as_stored(states)), inputs.step.write, by_lanes))
+    return replace(states, memory=written.memory)
 
 
 def _decode(inputs: ConvInputs, taps: jax.Array, offset: jax.Array, activation: str | None) -> jax.Array:

@@ -14,7 +14,7 @@ The interpreter knows no bitcast of references: there XLA takes the pages out of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -49,6 +49,11 @@ def reason_of_slabs(pages: Any) -> str | None:
 def seen_shape(pages: jax.Array | SlabArray) -> tuple[int, ...]:
     """Shape of a kernel's reference to an array of pages."""
     return (pages.shape[0], *pages.place.stored_shape) if isinstance(pages, SlabArray) else pages.shape
+
+
+def as_stored(pages: SlabArray) -> SlabArray:
+    """The same numbers as an array [pages, *stored_shape]."""
+    return replace(pages, place=replace(pages.place, page_shape=pages.place.stored_shape))
 
 
 def operand(value: Any) -> Any:
