@@ -12,6 +12,7 @@ from kvjax.core.eviction.registry import (
     DEFAULT_POLICY,
     EVICTION_POLICIES,
     FREE_ORDERS,
+    RANKED_POLICIES,
     EvictionPolicyFactory,
     make_eviction_policy,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "DEFAULT_POLICY",
     "EVICTION_POLICIES",
     "FREE_ORDERS",
+    "RANKED_POLICIES",
     "CostAwarePolicy",
     "EvictionPolicy",
     "EvictionPolicyFactory",

@@ -16,6 +16,7 @@ from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
 
 FREE_ORDERS = ("append", "uncached_first")
 EVICTION_POLICIES = ("probation", "learned", "lru", "slru", "cost")
+RANKED_POLICIES = ("probation", "learned")  # of pools that share slabs
 DEFAULT_POLICY = "learned"
 EvictionPolicyFactory = Callable[[HashedBlocks], EvictionPolicy]
 

@@ -74,16 +74,36 @@ def update_states(
             raise ValueError(f"layer {layer.name!r}: expected states {wanted} back, got {got}")
         return out, tuple(after)
 
-    def on_each(pages: Column, step: RecurrentStep, inputs: Sequence[jax.Array]) -> tuple[jax.Array, Column]:
-        out, after = checked(tuple(pages[i] for i in arrays), step, inputs)
-        for i, array in zip(arrays, after, strict=True):
-            pages = replaced(pages, i, array)
-        return out, pages
+    input_specs = tuple(map(partial(_input_spec, layer), head_dims))
+    if is_in_slabs(layer.pages):
+        return _update_in_slabs(layer, checked, step, inputs, input_specs, arrays[0])
+    heads = layer.heads(2, 1)
+    state_specs = (heads,) * len(arrays)
+    update_on_each = layer.per_device(checked, (state_specs, layer.by_rank, input_specs), (heads, state_specs))
+    out, after = update_on_each(tuple(layer.pages[i] for i in arrays), step, tuple(inputs))
+    pages = list(layer.pages)
+    for i, array in zip(arrays, after, strict=True):
+        pages[i] = array
+    return out, tuple(pages)
+
+
+def _update_in_slabs(
+    layer: LayerStep,
+    update: StateUpdate,
+    step: RecurrentStep,
+    inputs: Sequence[jax.Array],
+    input_specs: tuple[PartitionSpec, ...],
+    array: int,
+) -> tuple[jax.Array, Column]:
+    """What `update` gives of one array; on each device the whole column goes in and comes back."""
+
+    def on_each(pages: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
+        out, (after,) = update((pages[array],), step, inputs)
+        return out, replaced(pages, array, after)
 
     heads, page_specs = layer.heads(2, 1), layer.page_specs
-    input_specs = tuple(map(partial(_input_spec, layer), head_dims))
-    update_on_each = layer.per_device(on_each, (page_specs, layer.by_rank, input_specs), (heads, page_specs))
-    out, pages = update_on_each(layer.pages, step, tuple(inputs))
+    update_on_each = layer.per_device(on_each, (page_specs, layer.by_rank, *input_specs), (heads, page_specs))
+    out, pages = update_on_each(layer.pages, step, *inputs)
     return out, pages
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
+from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES, RANKED_POLICIES
 from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.core.options.release_rules import RELEASES
 from kvjax.engine.scheduling.speculation import SpeculativeConfig
@@ -40,7 +40,8 @@ class EngineConfig:
         dtype: of the cache; None: that of the loaded weights.
         hybrid: whether windows free what they passed. Without it they keep every token in the full layers' table.
         one_memory: whether kinds of layers whose pages differ in size, as states and tokens, share `memory_bytes`
-            instead of a part each (`plan_kv_cache`). None: yes, but for `num_blocks` or the rules of a release.
+            instead of a part each (`plan_kv_cache`). None: yes, but for `num_blocks`, the rules of a release, and
+            policies that do not compare blocks of several pools.
         seed: of sampling and of block hashes.
         hash_algorithm: of block hashes.
         async_scheduling: whether a step starts before the tokens of the one before it are read. The price is a step's
@@ -107,7 +108,8 @@ class EngineConfig:
     def shares_memory(self) -> bool:
         """Whether pools of unlike pages share the memory."""
         if self.one_memory is None:
-            return self.memory_bytes is not None and self.release is None
+            is_ranked = self.release is None and self.eviction_policy in RANKED_POLICIES
+            return self.memory_bytes is not None and is_ranked
         return self.one_memory
 
     @property

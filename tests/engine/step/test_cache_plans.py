@@ -49,6 +49,24 @@ def test_memory_is_for_both_and_no_byte_beyond_it_is_taken(name: str, draft: str
     assert min(plan.concurrency, draft_plan.concurrency) > 0.9 * max(plan.concurrency, draft_plan.concurrency)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),
+        ({"one_memory": False}, False),
+        ({"eviction_policy": "probation"}, True),
+        ({"eviction_policy": "lru"}, False),
+        ({"release": "0.33.0"}, False),
+        ({"memory_bytes": None, "num_blocks": 100}, False),
+    ],
+)
+def test_kinds_share_the_memory_unless_something_says_otherwise(settings: dict[str, Any], expected: bool) -> None:
+    sizes = {"block_size": 8, "max_model_len": 128, "memory_bytes": 8 << 20}
+    model = ModelConfig.from_folder(model_folder("jamba"))
+    plan, _ = plan_caches(model, EngineConfig(**sizes | settings), platform="cpu")
+    assert (plan.slabs is not None) == expected
+
+
 def test_memory_for_one_of_them_alone_is_too_little() -> None:
     own = EngineConfig(block_size=8, max_model_len=128, num_blocks=17)
     model = ModelConfig.from_folder(model_folder("llama"))
