@@ -29,7 +29,7 @@ from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.latent_blocks import log2
 from pallas_kernels.tpu.lse import lse_shape
 from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, is_interpreted, load_row
-from pallas_kernels.tpu.slab_refs import first_word_row, word_rows
+from pallas_kernels.tpu.slab_refs import first_word_row, row_unit, word_rows
 
 LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the entries of two tokens
 PART = LANES  # entries that are attended at a time
@@ -55,14 +55,15 @@ class Picks(NamedTuple):
 
 
 def row_shifts(tables: jax.Array, pages: jax.Array) -> jax.Array:
-    """int32[S, 1, n], a number per column: from a sequence's row of words to the row in the memory of all pages.
+    """int32[S, 1, n], a number per column: from a sequence's row of states to the row in the memory of all pages.
 
-    The column after the last stands for the null page.
+    In `row_unit` rows of words. The column after the last stands for the null page.
     """
     size = cdiv(tables.shape[1] + 1, LANES) * LANES
     tables = jnp.pad(tables, [(0, 0), (0, size - tables.shape[1])])
     rows, pieces = pages.shape[1:3]
-    return (first_word_row(pages, tables) - jnp.arange(size, dtype=jnp.int32) * rows * pieces)[:, None]
+    columns = jnp.arange(size, dtype=jnp.int32)
+    return ((first_word_row(pages, tables) - columns * rows * pieces) // row_unit(pages))[:, None]
 
 
 def pick_pass(
@@ -113,7 +114,7 @@ def pick_pass(
             "q": Operand(q, rows(q.shape[1])),
             "before": PassState(*(Operand(x, rows(x.shape[1])) for x in state)),
             "sinks": None if sinks is None else Operand(sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0))),
-            "pages": Operand(word_rows(pages), IN_HBM),
+            "pages": Operand(word_rows(pages, row_unit(pages)), IN_HBM),
         },
         outputs={"out": Operand(jax.ShapeDtypeStruct(q.shape, q.dtype), rows(q.shape[1])), "lse": lse},
         scratch={
@@ -145,7 +146,7 @@ class _Refs(NamedTuple):
     q: Ref  # [heads, lanes]
     before: PassState  # what the window's pass left
     sinks: Ref | None  # float32[heads, 128]
-    pages: Ref  # HBM [rows of words, packing, 128]
+    pages: Ref  # HBM [n, pieces, packing, 128], or [n, 1, packing, 128]
     out: Ref  # [heads, lanes]
     lse: Ref | None  # float32[1, rows of heads, 128]
     buffers: _Buffers
@@ -220,9 +221,11 @@ class _Step:
 
     def _copy(self, i: jax.Array, slot: int) -> Copy:
         row = self.refs.rows[0, 0, i]
-        pieces = self._buffer(slot).shape[2]
-        first = row * pieces + self.refs.shifts[0, 0, row >> log2(self.config.cache.rows)]
-        source = self.refs.pages.at[pl.ds(first, pieces)]
+        shift, pieces = self.refs.shifts[0, 0, row >> log2(self.config.cache.rows)], self._buffer(slot).shape[2]
+        if self.refs.pages.shape[1] == pieces:
+            source = self.refs.pages.at[row + shift]
+        else:
+            source = self.refs.pages.at[pl.ds(row * pieces + shift, pieces), 0]
         return pltpu.make_async_copy(source, self._target(i, slot), self.refs.arrived.at[slot])
 
     def _target(self, i: jax.Array, slot: int) -> Ref:

@@ -95,17 +95,26 @@ def named_page(pages: Ref, name: jax.Array) -> Ref:
     return pages.from_row(name) if isinstance(pages, PagesRef) else pages.at[name]
 
 
-def word_rows(pages: Any) -> Any:
-    """The memory of pages [..., packing, 128] as [rows of words, packing, 128], an array or one in slabs."""
+def row_unit(pages: Any) -> int:
+    """Rows of words of which every page [rows, pieces, packing, 128] has whole ones: `pieces`, or in some slabs 1."""
+    pieces = pages.shape[-3]
     if not isinstance(pages, SlabArray):
-        return pages.reshape(-1, *pages.shape[-2:])
+        return int(pieces)
+    begins = (pages.memory.shape[1], pages.place.page_rows, pages.place.first_row)
+    return 1 if any(row % pieces for row in begins) else int(pieces)
+
+
+def word_rows(pages: Any, unit: int) -> Any:
+    """The memory of pages [..., packing, 128] as [n, unit, packing, 128], an array or one in slabs."""
+    if not isinstance(pages, SlabArray):
+        return pages.reshape(-1, unit, *pages.shape[-2:])
     place, rows = pages.place, pages.memory.shape[1]
-    row = PlaceInSlab((place.packing, LANES), place.dtype, rows, page_rows=1, first_row=0, packs=True)
-    return SlabArray(pages.memory, row)
+    some = PlaceInSlab((unit, place.packing, LANES), place.dtype, rows // unit, unit, first_row=0, packs=True)
+    return SlabArray(pages.memory, some)
 
 
 def first_word_row(pages: Any, ids: jax.Array) -> jax.Array:
-    """Where pages `ids` int32[...] begin in `word_rows`."""
+    """Row of words, in the memory of all, where pages `ids` int32[...] begin."""
     if not isinstance(pages, SlabArray):
         return ids * math.prod(pages.shape[1:-2])
     slab, row = start_of_page(pages.place, ids)

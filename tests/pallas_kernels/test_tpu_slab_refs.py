@@ -64,8 +64,11 @@ def test_rows_of_words_tell_where_pages_begin(name: str, blocks_per_slab: int, r
     array = array_of(name, blocks_per_slab, rows_before, rest)
     ids = jnp.arange(array.shape[0])
     for pages in (array, array.whole()):
-        rows: Any = slab_refs.word_rows(pages)
+        unit = slab_refs.row_unit(pages)
+        assert unit == (1 if pages is array and rows_before else array.shape[2])
+        rows: Any = slab_refs.word_rows(pages, unit)
         rows = rows.whole() if isinstance(rows, SlabArray) else rows
+        rows = rows.reshape(-1, *rows.shape[2:])
         for page, first in zip(ids, slab_refs.first_word_row(pages, ids), strict=True):
             found = rows[first : first + array.place.num_rows].reshape(array.shape[1:])
             np.testing.assert_array_equal(bits(found), bits(array.whole()[page]))
