@@ -230,6 +230,9 @@ class _Window:
         """uint32[n, words] of n pages and places in them."""
         slab, word = self._starts(array, ids, places)
         memory, is_rows = self._memory(array)
+        if array.place.packs and is_rows:
+            rows = memory.reshape(-1, LANES).at[self._rows(array, slab, word)].get(mode="clip")
+            return rows.reshape(ids.shape[0], self.num_words)
         size = (1, self.num_words // LANES, LANES) if is_rows else (1, self.num_words)
         starts = lax.optimization_barrier(jnp.stack([slab, word // LANES if is_rows else word], axis=1))
         numbers = lax.GatherDimensionNumbers(tuple(range(1, memory.ndim)), (0,), (0, 1))
@@ -241,6 +244,11 @@ class _Window:
         slab, word = self._starts(array, ids, places)
         slab = jnp.where((ids >= 0) & (ids < array.shape[0]), slab, array.memory.shape[0])  # out of range: dropped
         memory, is_rows = self._memory(array)
+        if array.place.packs and is_rows:
+            rows = self._rows(array, slab, word)
+            updates = words.reshape(*rows.shape, LANES)
+            written = memory.reshape(-1, LANES).at[rows].set(updates, mode="drop")
+            return replace(array, memory=written.reshape(memory.shape))
         starts = lax.optimization_barrier(jnp.stack([slab, word // LANES if is_rows else word], axis=1))
         numbers = lax.ScatterDimensionNumbers(tuple(range(1, memory.ndim)), (0,), (0, 1))
         updates = words.reshape(-1, self.num_words // LANES, LANES) if is_rows else words
@@ -255,6 +263,11 @@ class _Window:
         for stride, at in zip(self.strides, places, strict=True):
             word = word + stride * at
         return ids // place.blocks_per_slab, word
+
+    def _rows(self, array: SlabArray, slab: jax.Array, word: jax.Array) -> jax.Array:
+        """int32[n, rows] of the memory of all slabs: a TPU's XLA copies it for windows of several rows."""
+        first = slab * array.memory.shape[1] + word // LANES
+        return first[:, None] + jnp.arange(self.num_words // LANES, dtype=jnp.int32)
 
     def _memory(self, array: SlabArray) -> tuple[jax.Array, bool]:
         """The slabs by rows where windows are whole rows, else by words."""

@@ -2,7 +2,7 @@
 
 Flow:    page ids -> runs of one page (XLA) -> DMAs of rows -> the memory of the slabs, in place; or words -> numbers
 
-XLA moves no rows of slabs itself: it would give the memory another layout for a gather of them, by a copy.
+XLA would go row by row: for a gather of several rows at a time it copies the memory to another layout.
 """
 
 from __future__ import annotations

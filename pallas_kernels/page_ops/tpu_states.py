@@ -2,7 +2,7 @@
 
 Flow:    SlabArray -> [by_dma] -> `states[pages]`, `states.at[pages].set(...)` -> [array_of] -> SlabArray
 
-XLA would give the whole memory another layout for a gather of states. Here kernels move them, by a DMA each.
+Plain `SlabArray`s are gathered row by row. Here kernels move states, by a DMA each.
 """
 
 from __future__ import annotations
