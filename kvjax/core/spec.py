@@ -343,8 +343,9 @@ class KVCacheConfig:
         self._check_columns()
         if self.slabs is not None:
             sizes = tuple(self.slabs.num_slabs * count for count in self.slabs.blocks_per_slab)
-            if sizes != tuple(pool.num_blocks for pool in self.pools):
-                raise ValueError(f"expected pools of {sizes} blocks to fill {self.slabs}, got {self.pools}")
+            given = tuple(pool.num_blocks for pool in self.pools)
+            if sizes != given:
+                raise ValueError(f"expected pools of {sizes} blocks to fill {self.slabs}, got {given}")
 
     def _check_columns(self) -> None:
         """Groups can share the arrays of a pool only if layer i of each has the same pages, for every i."""

@@ -14,7 +14,7 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
-from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
+from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES, RANKED_POLICIES
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.misses.miss_reasons import MissReasons
@@ -59,7 +59,7 @@ class ReplayConfig:
     platform: str = "gpu"
     tensor_parallel: int = 1
     hybrid: bool = True
-    one_memory: bool = False  # whether pools of unlike pages share the memory, see `plan_kv_cache`
+    one_memory: bool | None = None  # whether pools of unlike pages share the memory; None: see `shares_memory`
     speed: SpeedModel = field(default_factory=SpeedModel)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     residency_sample_rate: float = 0.01
@@ -76,6 +76,14 @@ class ReplayConfig:
     def hash_block_size(self) -> int:
         """Tokens a hash: the blocks of every layer are multiples."""
         return gcd(*(spec.block_size for spec in self.specs.values()))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether they do: as told, else where bytes are given, no load to split by, and a policy that ranks blocks."""
+        if self.one_memory is None:
+            is_ranked = self.release is None and self.eviction_policy in RANKED_POLICIES
+            return self.memory_bytes is not None and self.load is None and is_ranked
+        return self.one_memory
 
     @property
     def manager_options(self) -> ManagerOptions:
@@ -225,7 +233,7 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
     if config.num_blocks is not None:
         num_blocks = config.num_blocks + 1
         longest = max(shape.longest_request_in([num_blocks] * shape.num_pools, longest, in_flight), 1)
-    elif config.memory_bytes is not None and load is None and shape.num_pools > 1 and not config.one_memory:
+    elif config.memory_bytes is not None and load is None and shape.num_pools > 1 and not config.shares_memory:
         load = load_of(
             trace,
             shape,
@@ -248,7 +256,7 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
         platform=config.platform,
         tensor_parallel=config.tensor_parallel,
         hybrid=config.hybrid,
-        one_memory=config.one_memory,
+        one_memory=config.shares_memory,
     )
 
 

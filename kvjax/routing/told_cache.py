@@ -165,7 +165,7 @@ def _without_blocks(config: KVCacheConfig) -> KVCacheConfig:
     for group in config.kv_cache_groups:
         sizes[group.pool_id] += group.kv_cache_spec.num_reserved_blocks
     pools = tuple(replace(pool, num_blocks=size) for pool, size in zip(config.pools, sizes, strict=True))
-    return replace(config, pools=pools)
+    return replace(config, pools=pools, slabs=None)
 
 
 __all__ = ["ToldCache", "key_of", "keys_of"]

@@ -143,8 +143,9 @@ def test_a_trace_balances_the_pools(capsys: pytest.CaptureFixture[str], tmp_path
         specs = load_model_config("jamba-1.5-mini").kv_cache_specs()
         longest = max(request.input_length + request.output_length for request in trace)
         argv = ("jamba-1.5-mini", "--memory", "1GiB", "--trace", str(file), "--max-model-len", str(longest))
+        argv += ("--no-one-memory",)
         load = planned(tmp_path, *argv, "--max-num-seqs", "3")["balances"][0]["load"]
-        config = ReplayConfig(specs, memory_bytes=2**30, batching=BatchingConfig(max_num_seqs=3))
+        config = ReplayConfig(specs, memory_bytes=2**30, one_memory=False, batching=BatchingConfig(max_num_seqs=3))
         assert load == vars(run_replay(trace, config).plan.load)
         loads.append(load["tokens_per_checkpoint"])
     assert 2 * loads[0] < loads[1]

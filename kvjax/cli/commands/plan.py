@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deployment", metavar="NAME|FILE", help=f"TOML with defaults; shipped: {', '.join(known_deployments())}"
     )
-    add_fields(parser, Deployment, *SETTINGS, one_memory=False)
+    add_fields(parser, Deployment, *SETTINGS)
     add_option(parser, "platform", shown="gpu")
     add_option(parser, "max_num_seqs", shown=USUAL_RUNNING)
     add_option(parser, "max_in_flight_tokens", shown=DEFAULT_MAX_IN_FLIGHT_TOKENS)
@@ -177,6 +177,13 @@ def _trace_load(args: argparse.Namespace, model: ModelConfig, deployment: Deploy
     )
 
 
+def _shares_memory(deployment: Deployment) -> bool:
+    """Whether kinds of unlike pages share the memory: as told, else where bytes are given and no length to split by."""
+    if deployment.one_memory is None:
+        return deployment.memory_bytes is not None and deployment.request_len is None
+    return deployment.one_memory
+
+
 def _plan(model: ModelConfig, deployment: Deployment, load: Load | None) -> KVCachePlan:
     if load is None and deployment.request_len is None:
         load = Load(deployment.tokens_per_checkpoint or USUAL_TOKENS, deployment.max_num_seqs or USUAL_RUNNING)
@@ -193,7 +200,7 @@ def _plan(model: ModelConfig, deployment: Deployment, load: Load | None) -> KVCa
         platform=deployment.platform or "gpu",
         parallel=_parallel(deployment),
         hybrid=deployment.hybrid is not False,
-        one_memory=bool(deployment.one_memory),
+        one_memory=_shares_memory(deployment),
         shared_layers=model.shared_layers,
     )
 

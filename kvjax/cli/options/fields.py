@@ -34,6 +34,7 @@ class Option:
     metavar: str | None = None
     choices: Collection[str] | None = None
     unit: Fraction = Fraction(1)  # of the option, in the field's
+    is_either: bool = False  # --name or --no-name; neither leaves it to the command
 
 
 GIGA, MICRO = Fraction(10**9), Fraction(1, 10**6)
@@ -52,7 +53,11 @@ OPTIONS = {
     "prefill_context_parallel": Option("further devices that share the tokens", type=positive_int),
     "data_parallel": Option("replicas, each with its own requests", type=positive_int),
     "hybrid": Option("windowed layers keep every token and share the full layers' table", "--no-hybrid"),
-    "one_memory": Option("kinds of layers whose pages differ in size share the memory, instead of a part each"),
+    "one_memory": Option(
+        "kinds of layers whose pages differ in size share the memory, or have a part each (default: they share it, "
+        "where the policy allows it and nothing says how to split)",
+        is_either=True,
+    ),
     "hash_algorithm": Option("of block hashes", choices=ALGORITHMS),
     "eviction_policy": Option("which free block to use next", "--policy", choices=EVICTION_POLICIES),
     "retention_interval": Option(
@@ -111,6 +116,9 @@ def add_option(
 ) -> None:
     """The option of `OPTIONS` for a field, with `changes`; `shown` is what its help says is the default."""
     option, flag = replace(OPTIONS[name], **changes), flag_of(name)
+    if option.is_either:
+        group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=default, help=option.help)
+        return
     if flag.startswith("--no-") or isinstance(shown, bool):
         action = "store_false" if flag.startswith("--no-") else "store_true"
         group.add_argument(flag, dest=name, action=action, default=default, help=option.help)
