@@ -231,7 +231,7 @@ class _Window:
         slab, word = self._starts(array, ids, places)
         memory, is_rows = self._memory(array)
         if array.place.packs and is_rows:
-            rows = memory.reshape(-1, LANES).at[self._rows(array, slab, word)].get(mode="clip")
+            rows = jnp.asarray(memory).reshape(-1, LANES).at[self._rows(array, slab, word)].get(mode="clip")
             return rows.reshape(ids.shape[0], self.num_words)
         size = (1, self.num_words // LANES, LANES) if is_rows else (1, self.num_words)
         starts = lax.optimization_barrier(jnp.stack([slab, word // LANES if is_rows else word], axis=1))
@@ -247,7 +247,7 @@ class _Window:
         if array.place.packs and is_rows:
             rows = self._rows(array, slab, word)
             updates = words.reshape(*rows.shape, LANES)
-            written = memory.reshape(-1, LANES).at[rows].set(updates, mode="drop")
+            written = jnp.asarray(memory).reshape(-1, LANES).at[rows].set(updates, mode="drop")
             return replace(array, memory=written.reshape(memory.shape))
         starts = lax.optimization_barrier(jnp.stack([slab, word // LANES if is_rows else word], axis=1))
         numbers = lax.ScatterDimensionNumbers(tuple(range(1, memory.ndim)), (0,), (0, 1))
