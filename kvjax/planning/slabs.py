@@ -6,7 +6,7 @@ Layer i of every group lies in column i, and a slab is a stretch of each column.
 layers: as many as the pool with the fewest, by which groups of other pools are cut. A slab of a column is as many bytes
 as waste least:
 
-    bytes of a slab = k * (bytes of a page of some pool), from the largest page up to twice of it
+    bytes of a slab = k * (bytes of a page of some pool), from the largest page up to twice of it, on TPU whole tiles
     waste           = the share of a slab that whole blocks leave, weighed by the bytes of each pool that a load keeps
 
 and of sizes that waste nearly as little the smallest: it changes hands most easily.
@@ -26,6 +26,7 @@ from kvjax.planning.shape import CacheShape
 from kvjax.planning.sizing import PoolNeed
 from kvjax.planning.summary import KeptCache
 from kvjax.text import format_bytes
+from pallas_kernels.layouts import ROW_BYTES, TPU_SUBLANES
 
 TOLERATED = 0.01  # waste beyond the least
 
@@ -43,7 +44,12 @@ class SlabShape:
         """The slabs that waste least; `needs` of each pool say what a load keeps."""
         pages = [_column_bytes(shape, pool_id) for pool_id in range(shape.num_pools)]
         largest = max(pages)
-        sizes = {count * page for page in pages for count in range(cdiv(largest, page), 2 * largest // page + 1)}
+        tile = ROW_BYTES * (TPU_SUBLANES if shape.platform == "tpu" else 1)
+        sizes = {
+            cdiv(count * page, tile) * tile
+            for page in pages
+            for count in range(cdiv(largest, page), 2 * largest // page + 1)
+        }
         kept = [float(need.kept_blocks * need.bytes_per_block) for need in needs]
         wastes = {
             size: sum(weight * _waste(size, page) for weight, page in zip(kept, pages, strict=True)) / sum(kept)
