@@ -217,11 +217,11 @@ class _Window:
         packing = place.packing
         if place.packs and packing > 1:
             whole_rows = packing * LANES
-            if num_indexed > 1 and any(count % whole_rows for count in numbers):
+            if any(count % whole_rows for count in numbers):
                 return None
             num_words = LANES * cdiv(math.prod(shape), whole_rows)
         else:
-            if num_indexed > 1 and any(count % packing for count in numbers):
+            if any(count % packing for count in numbers):
                 return None
             num_words = cdiv(math.prod(shape), packing)
         return cls(shape, num_words, tuple(count // packing for count in numbers))
