@@ -191,8 +191,11 @@ class _Items:
     def set(self, values: jax.Array, mode: str | None = None) -> SlabArray:
         """The array with `values` [..., *rest] there; pages out of range are dropped."""
         array, window = self.array, self._window
-        if window is None:
-            return array.with_whole(array.whole().at[self.index].set(values, mode=mode))
+        if window is None:  # as integers: XLA for CPU scatters floats of 16 bits as float32, which changes NaN
+            bits, dtype = _integer(array.place.dtype), array.dtype
+            new = lax.bitcast_convert_type(jnp.asarray(values).astype(dtype), bits)
+            whole = lax.bitcast_convert_type(array.whole(), bits).at[self.index].set(new, mode=mode)
+            return array.with_whole(lax.bitcast_convert_type(whole, dtype))
         ids, *places = _broadcast(self.index)
         values = jnp.broadcast_to(values, (*ids.shape, *window.shape)).astype(array.dtype)
         words = words_of(lax.optimization_barrier(values.reshape(-1, *window.shape)), array.place)
