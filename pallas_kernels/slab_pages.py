@@ -53,6 +53,13 @@ class PlaceInSlab:
         """Rows of words that a page of the array takes."""
         return rows_of(math.prod(self.page_shape), self.dtype)
 
+    def start_of(self, page: jax.Array) -> tuple[jax.Array, Any]:
+        """(slab, first row of words in it) of pages int32[...]."""
+        if self.blocks_per_slab == 1:
+            return page, self.first_row
+        slab = lax.div(page, jnp.full_like(page, self.blocks_per_slab))
+        return slab, (page - slab * self.blocks_per_slab) * self.page_rows + self.first_row
+
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Of a page's numbers as they lie.
@@ -261,11 +268,11 @@ class _Window:
 
     def _starts(self, array: SlabArray, ids: jax.Array, places: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(slab, word in it) int32[n] each."""
-        place = array.place
-        word = (ids % place.blocks_per_slab * place.page_rows + place.first_row) * LANES
+        slab, row = array.place.start_of(ids)
+        word = jnp.zeros_like(ids) + row * LANES
         for stride, at in zip(self.strides, places, strict=True):
             word = word + stride * at
-        return ids // place.blocks_per_slab, word
+        return slab, word
 
     def _rows(self, array: SlabArray, slab: jax.Array, word: jax.Array) -> jax.Array:
         """int32[n, rows] of the memory of all slabs: a TPU's XLA copies it for windows of several rows."""

@@ -14,7 +14,7 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
-from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES, RANKED_POLICIES
+from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.misses.miss_reasons import MissReasons
@@ -81,8 +81,7 @@ class ReplayConfig:
     def shares_memory(self) -> bool:
         """Whether they do: as told, else where bytes are given, no load to split by, and a policy that ranks blocks."""
         if self.one_memory is None:
-            is_ranked = self.release is None and self.eviction_policy in RANKED_POLICIES
-            return self.memory_bytes is not None and self.load is None and is_ranked
+            return self.memory_bytes is not None and self.load is None and self.manager_options.may_share_slabs
         return self.one_memory
 
     @property

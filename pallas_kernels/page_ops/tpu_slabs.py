@@ -20,7 +20,6 @@ from pallas_kernels.slab_pages import SlabArray, numbers_of, words_of
 from pallas_kernels.tpu.decode_states import largest_divisor
 from pallas_kernels.tpu.dma_runs import copy_all, copy_runs
 from pallas_kernels.tpu.mosaic import LANES, Copy, Ref
-from pallas_kernels.tpu.slab_refs import start_of_page
 
 _ZERO_ROWS = 2048  # 1 MiB of VMEM
 
@@ -100,5 +99,5 @@ def _each(copy: Callable[[Refs, jax.Array, jax.Array], Copy]) -> Callable[[Refs]
 
 def _rows(pages: SlabArray, memory: Ref, page: jax.Array) -> Ref:
     """The words of a page."""
-    slab, row = start_of_page(pages.place, page)
+    slab, row = pages.place.start_of(page)
     return memory.at[slab, pl.ds(row, pages.place.num_rows)]

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.slab_pages import PlaceInSlab, SlabArray
@@ -117,16 +116,8 @@ def first_word_row(pages: Any, ids: jax.Array) -> jax.Array:
     """Row of words, in the memory of all, where pages `ids` int32[...] begin."""
     if not isinstance(pages, SlabArray):
         return ids * math.prod(pages.shape[1:-2])
-    slab, row = start_of_page(pages.place, ids)
+    slab, row = pages.place.start_of(ids)
     return slab * pages.memory.shape[1] + row
-
-
-def start_of_page(place: PlaceInSlab, page: jax.Array) -> tuple[jax.Array, Any]:
-    """(slab, first row of words in it) of pages int32[...]."""
-    if place.blocks_per_slab == 1:
-        return page, place.first_row
-    slab = lax.div(page, jnp.full_like(page, place.blocks_per_slab))
-    return slab, (page - slab * place.blocks_per_slab) * place.page_rows + place.first_row
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,7 @@ class PagesRef:
 
     def __getitem__(self, index: Any) -> Ref:
         page, *rest = index if isinstance(index, tuple) else (index,)
-        slab, row = start_of_page(self.place, page)
+        slab, row = self.place.start_of(page)
         whole = self.from_row(slab * self.slab_rows + row)
         return whole.at[tuple(rest)] if rest else whole
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases.in_slabs import bits
 from pallas_kernels.layouts import PageLayout, attention_layout, latent_layout, recurrent_layout
 from pallas_kernels.slab_pages import PlaceInSlab, SlabArray, SlabColumn, places_of
 
@@ -41,11 +42,6 @@ def column_of(layout: PageLayout, rng: np.random.Generator, blocks_per_slab: int
     places = places_of_layout(layout, blocks_per_slab)
     rows = blocks_per_slab * places[0].page_rows + rest
     return SlabColumn(jnp.asarray(rng.integers(2**32, size=(SLABS, rows, 128), dtype=np.uint32)), places)
-
-
-def bits(x: jax.Array | np.ndarray) -> np.ndarray:
-    """Of all numbers: NaN equals itself."""
-    return np.asarray(x).view(f"uint{8 * np.asarray(x).dtype.itemsize}")
 
 
 def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:

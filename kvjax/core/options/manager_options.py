@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from kvjax.core.eviction import DEFAULT_POLICY, EvictionPolicyFactory
+from kvjax.core.eviction import DEFAULT_POLICY, RANKED_POLICIES, EvictionPolicyFactory
 from kvjax.core.options.release_rules import RELEASES, ReleaseRules
 from kvjax.core.tables.token_counts import as_count
 
@@ -91,6 +91,11 @@ class ManagerOptions:
             raise ValueError(f"expected a release of vLLM of {', '.join(RELEASES)}, got {release!r}")
         interval = None if release in OLD_RELEASES else 0
         return cls(eviction_policy="lru", retention_interval=interval, rules=RELEASES[release])
+
+    @property
+    def may_share_slabs(self) -> bool:
+        """Whether pools under these options can share slabs: their policies rank blocks of several pools."""
+        return self.eviction_policy in RANKED_POLICIES and not self.reserve
 
     def replaced(self, named: dict[str, Any]) -> Self:
         """These options with others by name.

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.mesh.placement import Placement
 from pallas_kernels.layouts import TPU_SUBLANES, ArrayLayout, PageLayout, cdiv
-from pallas_kernels.slab_pages import LANES, PlaceInSlab, SlabColumn, places_of
+from pallas_kernels.slab_pages import LANES, PlaceInSlab, SlabColumn, page_arrays, places_of
 
 # (k, v) split or (kv,) packed; each [num_blocks, *page_shape]. In slabs a `SlabColumn`, which passes for such a tuple.
 Column: TypeAlias = tuple[jax.Array, ...]
@@ -50,10 +50,8 @@ class KVPages:
         """The arrays by pool and column."""
         if self.slabs is None:
             return self.arrays
-        return tuple(
-            tuple(map(SlabColumn, self.arrays, columns))  # type: ignore[arg-type]
-            for columns in self.slabs.places
-        )
+        columns = [range(len(places)) for places in self.slabs.places]
+        return tuple(tuple(self.column(pool_id, column) for column in own) for pool_id, own in enumerate(columns))
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +70,10 @@ class KVPages:
 
     def column(self, pool_id: int, column: int) -> Column:
         """Arrays of one column of one pool."""
-        return self.pools[pool_id][column]
+        if self.slabs is None:
+            arrays: Column = self.arrays[pool_id][column]
+            return arrays
+        return page_arrays(SlabColumn(self.arrays[column], self.slabs.places[pool_id][column]))
 
     def specs(self, pool_id: int, column: int) -> Any:
         """PartitionSpecs of what `column` gives, as `jax.shard_map` takes them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES, RANKED_POLICIES
+from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.core.options.release_rules import RELEASES
 from kvjax.engine.scheduling.speculation import SpeculativeConfig
@@ -108,8 +108,7 @@ class EngineConfig:
     def shares_memory(self) -> bool:
         """Whether pools of unlike pages share the memory."""
         if self.one_memory is None:
-            is_ranked = self.release is None and self.eviction_policy in RANKED_POLICIES
-            return self.memory_bytes is not None and is_ranked
+            return self.memory_bytes is not None and self.manager_options.may_share_slabs
         return self.one_memory
 
     @property
