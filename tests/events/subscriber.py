@@ -7,7 +7,9 @@ from types import TracebackType
 
 import zmq
 
-TIMEOUT_MS = 5_000
+from kvjax.events import ZmqEventPublisher
+
+TIMEOUT_MS = 60_000
 END = b"\xff" * 8
 
 
@@ -87,3 +89,9 @@ class Subscriber:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._context.destroy(linger=0)
+
+
+def wait_until_sent(publisher: ZmqEventPublisher) -> None:
+    """Waits for an answer of the publisher's thread, which first sends all that was published."""
+    with Subscriber(publisher.endpoint, publisher.replay_endpoint, id) as asking:
+        asking.ask(int.from_bytes(END, "big"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,7 +16,7 @@ from kvjax.core import BlockStored
 from kvjax.events import CacheUnknown, EventEncoder, KVEventsConfig, ZmqEventPublisher, ZmqEventSubscriber
 from kvjax.events import zmq_publisher as module
 from kvjax.routing import PrefixIndex
-from tests.events.subscriber import END
+from tests.events.subscriber import END, wait_until_sent
 from tests.events.workload import FULL, HYBRID, Workload, check_hits, index_of, make_manager
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -28,19 +27,15 @@ PATIENCE_S = 60  # of a subscriber whose peer answers
 def follow(subscriber: ZmqEventSubscriber, index: PrefixIndex, is_done: Callable[[], bool]) -> int:
     """Brings the index up to date; how often the cache was unknown."""
     num_unknown = 0
-
-    def step() -> bool:
-        nonlocal num_unknown
+    while True:
         for one in subscriber.poll(0.01):
             if isinstance(one, CacheUnknown):
                 num_unknown += 1
                 index.forget(0)
             else:
                 index.apply(0, one.events)
-        return is_done()
-
-    wait_for(step)
-    return num_unknown
+        if is_done():
+            return num_unknown
 
 
 def follow_all(subscriber: ZmqEventSubscriber, index: PrefixIndex, publisher: ZmqEventPublisher) -> int:
@@ -81,16 +76,10 @@ def publish(publisher: ZmqEventPublisher, work: Workload, num_steps: int) -> Non
         publisher.publish(work.manager.take_events())
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
-def wait_until_sent(publisher: ZmqEventPublisher) -> None:
-    """The queue is empty; what is in the thread's hands is sent before the thread answers anybody."""
-    wait_for(lambda: not publisher._queue)
+def until_heard(subscriber: ZmqEventSubscriber, publish_one: Callable[[], None]) -> None:
+    """Publishes until a batch arrives: a subscription takes effect some time after it was made."""
+    while not subscriber._live.poll(10):
+        publish_one()
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -122,7 +111,7 @@ def test_routers_that_come_and_go_while_a_replica_works() -> None:
             index = index_of(work.manager)
             with subscriber_of(publisher) as subscriber:
                 follow(subscriber, index, lambda: True)  # a snapshot
-                wait_for(lambda: publish(publisher, work, 1) or subscriber._live.poll(10) > 0)
+                until_heard(subscriber, lambda: publish(publisher, work, 1))
                 for _ in range(10):
                     publish(publisher, work, 3)
                     assert not follow(subscriber, index, lambda: True)
@@ -189,7 +178,7 @@ def test_replays_of_older_publishers_are_taken(num_frames: int, event_form: str)
             assert not follow(subscriber, index, lambda: True)
             assert index.knows_all(0)
             check_hits(index, work)
-            wait_for(lambda: publisher.publish([]) or subscriber._live.poll(10) > 0)
+            until_heard(subscriber, lambda: publisher.publish([]))
             for step in range(30):
                 work.step()
                 publisher.publish(work.manager.take_events(), is_lost=step % 3 == 1)
@@ -312,7 +301,8 @@ def test_who_asks_and_does_not_read_costs_a_queue(
         greedy.linger, greedy.rcvhwm, greedy.rcvbuf = 0, 1, 1_024
         greedy.connect(publisher.replay_endpoint)
         with caplog.at_level(logging.INFO):
-            wait_for(lambda: greedy.send_multipart((b"", SNAPSHOT)) or "is cut off" in caplog.text)
+            while "is cut off" not in caplog.text:
+                greedy.send_multipart((b"", SNAPSHOT))
         index = index_of(work.manager)
         with subscriber_of(publisher) as subscriber:
             assert not follow(subscriber, index, lambda: True)

@@ -21,7 +21,7 @@ from kvjax.events import (
     zmq_publisher,
 )
 from kvjax.events.replay_buffer import ReplayBuffer
-from tests.events.subscriber import END, TIMEOUT_MS, Subscriber
+from tests.events.subscriber import END, TIMEOUT_MS, Subscriber, wait_until_sent
 
 LOOPBACK = "tcp://127.0.0.1:*"
 
@@ -45,18 +45,16 @@ def subscriber_of(publisher: ZmqEventPublisher, apply: Callable[[bytes], None] =
 
 def publish_until_heard(publisher: ZmqEventPublisher, subscriber: Subscriber) -> list[bytes]:
     """Frames of the first batch that arrives: a subscription takes effect some time after it was made."""
-    for _ in range(500):
+    publisher.publish([event(0)])
+    while not (frames := subscriber.receive(10)):
         publisher.publish([event(0)])
-        if frames := subscriber.receive(10):
-            return frames
-    raise AssertionError("nothing was heard")
+    return frames
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+def wait_for(publisher: ZmqEventPublisher, condition: Callable[[], bool]) -> None:
+    """Waits for a change of the publisher's queue or state."""
+    with publisher._changed:
+        publisher._changed.wait_for(condition)
 
 
 # -- frames
@@ -68,11 +66,11 @@ def test_frames_are_topic_number_payload() -> None:
         topic, number, payload = publish_until_heard(publisher, subscriber)
         assert topic == b"kv@pod-0@llama"
         assert len(number) == 8
-        assert payload == EventEncoder().encode([event(0)], 1.5, 0)
-        while subscriber.receive(20):
-            pass
+        first = EventEncoder().encode([event(0)], 1.5, 0)
+        assert payload == first
         publisher.publish([event(1), AllBlocksCleared()])
-        _, following, payload = subscriber.receive(TIMEOUT_MS)
+        while payload == first:
+            _, following, payload = subscriber.receive(TIMEOUT_MS)
         assert int.from_bytes(following, "big") > int.from_bytes(number, "big")
         assert payload == EventEncoder().encode([event(1), AllBlocksCleared()], 1.5, 0)
         assert publisher.replay_endpoint is None
@@ -89,23 +87,23 @@ def test_the_rank_and_form_of_a_config_are_told() -> None:
     options = {"event_form": "array", "int_block_hashes": False, "data_parallel_rank": 3}
     with publisher_of(**options) as publisher, subscriber_of(publisher) as subscriber:
         publisher.publish([event(1)])
-        ((_, seq, payload),) = answers_of(subscriber, 1)
+        ((_, seq, payload),) = answers_of(publisher, subscriber)
     batch = EventDecoder("array").decode(payload)
     assert (seq, batch.data_parallel_rank, batch.events[0].block_hashes) == (0, 3, [(1).to_bytes(32, "big")])
     assert abs(batch.ts - time.time()) < 60
 
 
-def answers_of(subscriber: Subscriber, count: int, start_seq: int = 0) -> list[tuple[bytes, int, bytes]]:
-    """What is replayed once `count` batches are."""
-    wait_for(lambda: len(subscriber.ask(start_seq)) >= count)
-    return subscriber.ask(start_seq)
+def answers_of(publisher: ZmqEventPublisher, subscriber: Subscriber) -> list[tuple[bytes, int, bytes]]:
+    """What is replayed of all that was published."""
+    wait_until_sent(publisher)
+    return subscriber.ask(0)
 
 
 def test_no_events_are_no_batch() -> None:
     with publisher_of() as publisher, subscriber_of(publisher) as subscriber:
         publisher.publish([])
         publisher.publish([event(1)])
-        ((_, seq, payload),) = answers_of(subscriber, 1)
+        ((_, seq, payload),) = answers_of(publisher, subscriber)
         assert (seq, numbers(payload)) == (0, [1])
 
 
@@ -118,7 +116,8 @@ def test_an_address_to_connect_to() -> None:
         address = f"tcp://127.0.0.1:{port}"
         with ZmqEventPublisher(KVEventsConfig(endpoint=address)) as publisher:
             assert publisher.endpoint == address
-            wait_for(lambda: publisher.publish([event(4)]) or bool(router.poll(5)))
+            while not router.poll(5):
+                publisher.publish([event(4)])
             assert numbers(router.recv_multipart()[2]) == [4]
 
 
@@ -129,7 +128,8 @@ def test_an_inproc_address_in_a_shared_context() -> None:
         assert publisher.endpoint == "inproc://events_dp2"
         router.subscribe("")
         router.connect(publisher.endpoint)
-        wait_for(lambda: publisher.publish([event(4)]) or bool(router.poll(5)))
+        while not router.poll(5):
+            publisher.publish([event(4)])
         publisher.shutdown()
         assert not context.closed
 
@@ -141,7 +141,7 @@ def test_replay_answers_as_the_live_stream_and_ends_with_a_marker() -> None:
     with publisher_of(topic="kv") as publisher, subscriber_of(publisher) as subscriber:
         for number in range(6):
             publisher.publish([event(number)])
-        answers = answers_of(subscriber, 6)
+        answers = answers_of(publisher, subscriber)
         assert [(topic, seq, numbers(payload)) for topic, seq, payload in answers] == [
             (b"kv", number, [number]) for number in range(6)
         ]
@@ -154,7 +154,7 @@ def test_the_buffer_keeps_the_latest() -> None:
     with publisher_of(buffer_steps=3) as publisher, subscriber_of(publisher) as subscriber:
         for number in range(8):
             publisher.publish([event(number)])
-        wait_for(lambda: [seq for _, seq, _ in subscriber.ask(0)] == [5, 6, 7])
+        assert [seq for _, seq, _ in answers_of(publisher, subscriber)] == [5, 6, 7]
 
 
 def test_a_long_replay_loses_nothing() -> None:
@@ -162,8 +162,7 @@ def test_a_long_replay_loses_nothing() -> None:
     with publisher_of() as publisher, subscriber_of(publisher) as subscriber:
         for number in range(5_000):
             publisher.publish([event(number)])
-        wait_for(lambda: bool(subscriber.ask(4_999)))
-        assert [seq for _, seq, _ in subscriber.ask(0)] == list(range(5_000))
+        assert [seq for _, seq, _ in answers_of(publisher, subscriber)] == list(range(5_000))
 
 
 def test_a_subscriber_that_misses_messages_catches_up() -> None:
@@ -173,14 +172,14 @@ def test_a_subscriber_that_misses_messages_catches_up() -> None:
         publisher_of() as publisher,
         subscriber_of(publisher, lambda payload: taken.extend(numbers(payload)), **options) as subscriber,
     ):
-        for number in range(200):
+        publish_until_heard(publisher, subscriber)
+        for number in range(1, 200):
             publisher.publish([event(number)])
-            subscriber.poll(1)
-        while subscriber.poll(20):
-            pass
-        assert subscriber.num_replayed > 0
-        wait_for(lambda: subscriber.catch_up() or subscriber.next_seq == 200)
-    assert taken == list(range(200))
+            subscriber.poll(TIMEOUT_MS)
+        assert subscriber.num_replayed > 50
+        wait_until_sent(publisher)
+        subscriber.catch_up()
+    assert [number for number in taken if number] == list(range(1, 200))
 
 
 def test_a_late_subscriber_asks_for_all() -> None:
@@ -189,7 +188,8 @@ def test_a_late_subscriber_asks_for_all() -> None:
         for number in range(50):
             publisher.publish([event(number)])
         with subscriber_of(publisher, lambda payload: taken.extend(numbers(payload))) as subscriber:
-            wait_for(lambda: subscriber.catch_up() or subscriber.next_seq == 50)
+            wait_until_sent(publisher)
+            subscriber.catch_up()
     assert taken == list(range(50))
 
 
@@ -198,7 +198,7 @@ def test_malformed_requests_are_not_answered_and_harm_nothing(caplog: pytest.Log
         publisher.publish([event(1)])
         for frames in ([b"12345678"], [b"", b"short"], [b"x", b"12345678"], [b"", b"", b"12345678"]):
             subscriber._replay.send_multipart(frames)
-        assert len(answers_of(subscriber, 1)) == 1
+        assert len(answers_of(publisher, subscriber)) == 1
     refused = [record for record in caplog.records if "expected a replay request" in record.getMessage()]
     assert len(refused) == 1  # is said once
 
@@ -208,7 +208,10 @@ def test_a_batch_that_cannot_be_encoded_leaves_a_gap(caplog: pytest.LogCaptureFi
     with publisher_of() as publisher, subscriber_of(publisher) as subscriber:
         for told in (event(0), strange, event(2)):
             publisher.publish([told])
-        assert [(seq, numbers(payload)) for _, seq, payload in answers_of(subscriber, 2)] == [(0, [0]), (2, [2])]
+        assert [(seq, numbers(payload)) for _, seq, payload in answers_of(publisher, subscriber)] == [
+            (0, [0]),
+            (2, [2]),
+        ]
     assert "batch 1 cannot be encoded and is left out" in caplog.text
 
 
@@ -234,10 +237,8 @@ def test_what_was_published_before_the_end_is_sent() -> None:
             publisher.publish([event(number)])
         publisher.shutdown(timeout_s=10)
         heard: list[int] = []
-        while frames := subscriber.receive(200):
-            heard += numbers(frames[2])
-            if heard[-1] == 999:
-                break
+        while not heard or heard[-1] < 999:
+            heard += numbers(subscriber.receive(TIMEOUT_MS)[2])
     assert [number for number in heard if number] == list(range(1, 1_000))
 
 
@@ -260,7 +261,7 @@ class SlowEncoder:
         self.gate = threading.Event()
 
     def encode(self, events, ts, rank) -> bytes:
-        self.gate.wait(5)
+        self.gate.wait()
         return EventEncoder().encode(events, ts, rank)
 
 
@@ -268,7 +269,7 @@ def test_a_full_queue_makes_publish_wait() -> None:
     with publisher_of(max_queue_size=2) as publisher, subscriber_of(publisher) as subscriber:
         publisher._encoder = slow = SlowEncoder()
         publisher.publish([event(0)])
-        wait_for(lambda: not publisher._queue)  # the thread has it in hand
+        wait_for(publisher, lambda: not publisher._queue)  # the thread has it in hand
         publisher.publish([event(1)])
         publisher.publish([event(2)])
         waiting = threading.Thread(target=publisher.publish, args=([event(3)],))
@@ -276,16 +277,15 @@ def test_a_full_queue_makes_publish_wait() -> None:
         waiting.join(0.05)
         assert waiting.is_alive()
         slow.gate.set()
-        waiting.join(5)
-        assert not waiting.is_alive()
-        assert [seq for _, seq, _ in answers_of(subscriber, 4)] == [0, 1, 2, 3]
+        waiting.join()
+        assert [seq for _, seq, _ in answers_of(publisher, subscriber)] == [0, 1, 2, 3]
 
 
 def test_a_waiting_publish_is_refused_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     publisher = publisher_of(max_queue_size=1)
     publisher._encoder = slow = SlowEncoder()
     publisher.publish([event(0)])
-    wait_for(lambda: not publisher._queue)
+    wait_for(publisher, lambda: not publisher._queue)
     publisher.publish([event(1)])
     errors: list[RuntimeError] = []
 
@@ -294,12 +294,17 @@ def test_a_waiting_publish_is_refused_at_the_end(caplog: pytest.LogCaptureFixtur
             publisher.publish([event(2)])
         errors.append(caught.value)
 
-    waiting = threading.Thread(target=publish)
-    waiting.start()
-    threading.Timer(0.05, slow.gate.set).start()
+    def encode_after_the_end() -> None:
+        wait_for(publisher, lambda: not publisher._is_open)
+        slow.gate.set()
+
+    threads = [threading.Thread(target=target) for target in (publish, encode_after_the_end)]
+    for thread in threads:
+        thread.start()
     with caplog.at_level(logging.WARNING):
         publisher.shutdown(timeout_s=0)
-    waiting.join(5)
+    for thread in threads:
+        thread.join()
     assert len(errors) == 1
     assert "1 batches were not sent before the shutdown" in caplog.text
 
@@ -314,7 +319,7 @@ def test_publishing_from_several_threads() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        told = [numbers(payload)[0] for _, _, payload in answers_of(subscriber, 1_200)]
+        told = [numbers(payload)[0] for _, _, payload in answers_of(publisher, subscriber)]
     assert sorted(told) == [i * 1_000 + k for i in range(4) for k in range(300)]
     for i in range(4):
         mine = [number for number in told if number // 1_000 == i]
@@ -326,12 +331,11 @@ def test_a_terminated_context_ends_the_publisher(caplog: pytest.LogCaptureFixtur
     publisher = ZmqEventPublisher(KVEventsConfig(endpoint=LOOPBACK), context=context)
     terminating = threading.Thread(target=context.term)
     terminating.start()
-    wait_for(lambda: not publisher._is_open)
+    wait_for(publisher, lambda: not publisher._is_open)
     with pytest.raises(RuntimeError, match="shut down"):
         publisher.publish([event(1)])
     publisher.shutdown()
-    terminating.join(5)
-    assert not terminating.is_alive()
+    terminating.join()
     assert "was terminated before the publisher" in caplog.text
 
 

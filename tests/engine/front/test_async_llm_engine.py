@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvjax.engine import AsyncLLMEngine, FinishReason, GenerationResult, LLMEngine, RequestOutput, SamplingParams
+from kvjax.engine.requests.outputs import StepOutputs
 from kvjax.engine.step.host_loop import HostStep
 from kvjax.engine.step.model_runner import ModelRunner
 from kvjax.errors import EngineClosedError, StepFailedError
@@ -107,6 +108,21 @@ def test_a_slow_reader_finds_its_tokens_merged_and_stalls_nobody() -> None:
     run(test)
 
 
+def pause_after_a_step(front: AsyncLLMEngine, then: Callable[[], object]) -> None:
+    """The engine's next step is the last one until a command comes; `then` is called in this loop meanwhile."""
+    step, loop, num_steps = front.engine.step, asyncio.get_running_loop(), front.stats.num_steps
+
+    def paused_step() -> StepOutputs:
+        if front.stats.num_steps > num_steps:
+            front.engine.step = step
+            loop.call_soon_threadsafe(then)
+            with front._changed:
+                front._changed.wait_for(lambda: front._commands)
+        return step()
+
+    front.engine.step = paused_step
+
+
 @pytest.mark.parametrize("how", ["cancel", "timeout", "close", "break"])
 def test_who_leaves_aborts_the_request(how: str) -> None:
     async def test() -> None:
@@ -114,14 +130,14 @@ def test_who_leaves_aborts_the_request(how: str) -> None:
             prompt, params = [1, 2, 3], params_of(0, max_tokens=130)
             if how == "cancel":
                 task = asyncio.create_task(front.complete(prompt, params))
-                while not front.stats.num_running and not task.done():
-                    await asyncio.sleep(0.001)
-                task.cancel()
+                pause_after_a_step(front, task.cancel)
                 with pytest.raises(asyncio.CancelledError):
                     await task
             elif how == "timeout":
+                limit = asyncio.timeout(None)
+                pause_after_a_step(front, lambda: limit.reschedule(0))
                 with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.01):
+                    async with limit:
                         await front.complete(prompt, params)
             else:
                 stream = front.generate(prompt, params)
