@@ -30,7 +30,7 @@ from kvjax.core.eviction.lasting_blocks import LastingBlocks, LRUOrder
 from kvjax.core.eviction.learned_order import LearnedOrder
 from kvjax.core.eviction.learned_table import LearnedClass
 from kvjax.core.eviction.queues import NO_IDS, make_queues, take_in_turn
-from kvjax.core.eviction.ranked_policy import LASTING, PROBATION, RankClock, RankedPolicy
+from kvjax.core.eviction.ranked_policy import LASTING, PROBATION, Ids, RankClock, RankedPolicy
 from kvjax.core.eviction.step_flow import StepFlow
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
@@ -84,7 +84,7 @@ class ProbationPolicy(RankedPolicy):
         self.check_available(num_blocks)
         if (num_old := self._num_old) < num_blocks:
             ids = take_in_turn(self._queues, num_old)
-            self._let_age()
+            self.let_age()
             ids = np.concatenate((ids, take_in_turn(self._queues, num_blocks - num_old)))
         else:
             ids = take_in_turn(self._queues, num_blocks)
@@ -118,16 +118,13 @@ class ProbationPolicy(RankedPolicy):
         if lasting.size:
             self._lasting.append_distinct(lasting, are_young=True)
         if self.keeps_ranks:
-            self.ranks[blank] = 0
-            self._rank(probation, PROBATION)
-            self._rank(lasting, LASTING)
+            self._rank_released(blank, probation, lasting)
 
     def release_few(self, ids: Sequence[int], num_hashed: int) -> None:
         """`release` of a few blocks."""
-        if self.keeps_ranks:
-            self.release(np.array(ids, np.int64))
-            return
         self._num_free += len(ids)
+        blank: Sequence[int] = ()
+        probation: Sequence[int] = ()
         if num_hashed < len(ids):
             is_hashed = self.index.is_hashed.item
             blank = [block_id for block_id in ids if not is_hashed(block_id)] if num_hashed else ids
@@ -135,17 +132,30 @@ class ProbationPolicy(RankedPolicy):
             self._blank.append_few(blank, are_young=True)
         if self._knew_probation and num_hashed:
             is_here = self._on_probation.item
-            self._probation.append_few([block_id for block_id in ids if is_here(block_id)], are_young=True)
+            probation = [block_id for block_id in ids if is_here(block_id)]
             ids = [block_id for block_id in ids if not is_here(block_id)]
+            self._probation.append_few(probation, are_young=True)
         if ids:
             self._lasting.append_few(ids, are_young=True)
+        if self.keeps_ranks:
+            self._rank_released(blank, probation, ids)
+
+    def _rank_released(self, blank: Ids, probation: Ids, lasting: Ids) -> None:
+        """Gives ranks to what joined the three queues."""
+        if len(blank):
+            self.ranks[blank] = 0
+        if len(probation):
+            self._rank(probation, PROBATION)
+        if len(lasting):
+            self._rank(lasting, LASTING)
 
     def note_step_planned(self) -> None:
         """No block is young any more."""
         self._lasting.note_step_planned()
-        self._let_age()
+        self.let_age()
 
-    def _let_age(self) -> None:
+    def let_age(self) -> None:
+        """No block is young any more."""
         self._blank.num_young = self._probation.num_young = self._lasting.num_young = 0
 
     def _parts(self, ids: np.ndarray, is_hashed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,12 +194,25 @@ class ProbationPolicy(RankedPolicy):
         assert isinstance(self._lasting, LRUOrder)  # it keeps ranks
         return np.concatenate((probation, self._lasting.peek(min(num_blocks - probation.size, self._lasting.num_old))))
 
+    def make_blank(self, ids: np.ndarray) -> None:
+        """From their queues to the tail of the blank ones."""
+        self.remove(ids)
+        self.gain(ids)
+
     def gain(self, ids: np.ndarray) -> None:
         """To the tail of the blank ones."""
-        self._let_age()
+        self.let_age()
         self.ranks[ids] = 0
         self._num_free += ids.size
         self._blank.append_distinct(ids)
+        if self._knew_probation:
+            self._on_probation[ids] = False
+
+    def lose(self, ids: np.ndarray) -> None:
+        """From their queues."""
+        self.remove(ids)
+        if self._knew_probation:
+            self._on_probation[ids] = False
 
     def bulk_equivalent(self, flow: StepFlow) -> int:
         """Rows that older blocks suffice for: what a step releases is young. Where that is not told, none may.
@@ -221,10 +244,10 @@ class ProbationPolicy(RankedPolicy):
         self._on_probation[ids] = False
         lasted, free = ids[self._lasting.contains_n(ids)], ids[self._probation.contains_n(ids)]
         if lasted.size:
-            self._let_age()
+            self.let_age()
             self._lasting.note_kept(lasted)
         if free.size:
-            self._let_age()
+            self.let_age()
             self._probation.remove_distinct(free)
             self._lasting.append_distinct(free)
         if self.keeps_ranks:
@@ -239,7 +262,7 @@ class ProbationPolicy(RankedPolicy):
         self._probation.remove_distinct(free)
         self._lasting.note_forgotten(ids)
         if lasted.size or free.size:
-            self._let_age()
+            self.let_age()
             blank = np.concatenate((lasted, free))
             self._blank.append_distinct(blank)
             if self.keeps_ranks:

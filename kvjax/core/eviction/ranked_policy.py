@@ -12,11 +12,15 @@ The clock is the pools' own: it counts ranks that were given. Of what is release
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.policy import EvictionPolicy
+
+Ids: TypeAlias = np.ndarray | Sequence[int]  # int64[n] blocks, or a few
 
 PROBATION = 1
 LASTING = 1 << 61
@@ -47,12 +51,12 @@ class RankedPolicy(EvictionPolicy):
         """Whether another pool may get the blocks."""
         return self._clock is not None
 
-    def _rank(self, ids: np.ndarray, least: int) -> None:
-        """Gives int64[n] blocks the next ranks from `least` on, in their order."""
+    def _rank(self, ids: Ids, least: int) -> None:
+        """Gives blocks the next ranks from `least` on, in their order."""
         assert self._clock is not None  # `keeps_ranks`
-        first = least + self._clock.now
-        self.ranks[ids] = np.arange(first, first + ids.size)
-        self._clock.now += ids.size
+        first, count = least + self._clock.now, len(ids)
+        self.ranks[ids] = np.arange(first, first + count)
+        self._clock.now += count
 
     @property
     @abc.abstractmethod
@@ -64,12 +68,20 @@ class RankedPolicy(EvictionPolicy):
         """The next hashed blocks of the order, at most `num_blocks`; none that was released in this step."""
 
     @abc.abstractmethod
+    def let_age(self) -> None:
+        """No block counts as released in this step any more."""
+
+    @abc.abstractmethod
+    def make_blank(self, ids: np.ndarray) -> None:
+        """Hashed free blocks, about to lose their hashes, join the blank ones; none is young then."""
+
+    @abc.abstractmethod
     def gain(self, ids: np.ndarray) -> None:
         """Blank blocks that other pools had come last of the blank ones; none is young then."""
 
+    @abc.abstractmethod
     def lose(self, ids: np.ndarray) -> None:
-        """Free blocks, blank by now, are other pools' from now on."""
-        self.remove(ids)
+        """Free blocks, of which the hashed ones are about to lose their hashes, are other pools' from now on."""
 
 
-__all__ = ["LASTING", "PROBATION", "RankClock", "RankedPolicy"]
+__all__ = ["LASTING", "PROBATION", "Ids", "RankClock", "RankedPolicy"]

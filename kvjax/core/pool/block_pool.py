@@ -180,8 +180,6 @@ class BlockPool:
             self.num_cached_free_blocks -= len(hashed)
             self.eviction_policy.note_evicted(hashed, self._forget_hashes(hashed))
         self.ref_count[ids] = 1
-        if self.slabs is not None:
-            self.slabs.note_held(ids)
         if self.page_edits.watches:
             self.page_edits.on_new_blocks(ids.tolist())
         if self._residency is not None:
@@ -204,8 +202,6 @@ class BlockPool:
             self.num_cached_free_blocks -= 1
             self.eviction_policy.note_evicted(ids := np.array([block_id]), self._forget_hashes(ids))
         self.ref_count[block_id] = 1
-        if self.slabs is not None:
-            self.slabs.note_held(np.array([block_id]))
         if self.page_edits.watches:
             self.page_edits.on_new_blocks((block_id,))
         return block_id
@@ -228,7 +224,7 @@ class BlockPool:
         free = distinct[counts == 0]
         self.eviction_policy.remove(free)
         if self.slabs is not None:
-            self.slabs.note_held(free)
+            self.slabs.note_hits(free.size)
         if self.num_cached_free_blocks:
             self.num_cached_free_blocks -= int(np.count_nonzero(self.is_hashed[free]))
         self.ref_count[distinct] = counts + repeats
@@ -271,8 +267,6 @@ class BlockPool:
                 freed.append(block_id)
                 num_hashed += is_hashed(block_id)
         self.eviction_policy.release_few(freed, num_hashed)
-        if self.slabs is not None:
-            self.slabs.note_free(np.array(freed, np.int64))
         self.num_cached_free_blocks += num_hashed
         if self.tier_link is not None:
             self.tier_link.last_used[freed] = self.tier_link.clock
@@ -302,8 +296,6 @@ class BlockPool:
         """Gives int64[n] distinct blocks without references to the policy."""
         is_hashed = self.is_hashed[ids]
         self.eviction_policy.release_known(ids, is_hashed)
-        if self.slabs is not None:
-            self.slabs.note_free(ids)
         self.num_cached_free_blocks += count_true(is_hashed)
         if self.tier_link is not None:
             self.tier_link.last_used[ids] = self.tier_link.clock
@@ -398,10 +390,19 @@ class BlockPool:
         """
         ids, _ = self._ids.count_repeats(without_null(self._ids.checked(block_ids)))
         ids = self.prefix_index.hashed_of(ids)
-        self.num_cached_free_blocks -= int(np.count_nonzero(self.ref_count[ids] == 0))
-        self._forget_hashes(ids, was_reused)
+        self._evict_hashed(ids, int(np.count_nonzero(self.ref_count[ids] == 0)), was_reused)
         if self.eviction_policy.is_told_of_use:
             self.eviction_policy.note_forgotten(ids)
+
+    def evict_free(self, ids: np.ndarray) -> None:
+        """`evict_blocks` of int64[n] distinct free blocks, to be reused; for who tells the policy, and has done so."""
+        ids = self.prefix_index.hashed_of(ids)
+        self._evict_hashed(ids, ids.size, was_reused=True)
+
+    def _evict_hashed(self, ids: np.ndarray, num_free: int, was_reused: bool) -> None:
+        """int64[n] hashed blocks, so many of them free, are hits no more."""
+        self.num_cached_free_blocks -= num_free
+        self._forget_hashes(ids, was_reused)
         if self._residency is not None:
             self._residency.on_blocks_evicted(ids)
 

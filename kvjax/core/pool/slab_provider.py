@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-
 
 class SlabProvider(Protocol):
     """The pool's share of a `SlabMemory`."""
@@ -19,11 +17,8 @@ class SlabProvider(Protocol):
     def note_growth(self, num_rows: int) -> None:
         """So many running rows took blocks, each in one group: the next step may do so again."""
 
-    def note_held(self, ids: np.ndarray) -> None:
-        """int64[n] distinct blocks that were free are held from now on."""
-
-    def note_free(self, ids: np.ndarray) -> None:
-        """int64[n] distinct blocks that were held are free from now on."""
+    def note_hits(self, num_blocks: int) -> None:
+        """So many blocks that were free are held from now on, without `provide`."""
 
 
 __all__ = ["SlabProvider"]

@@ -22,7 +22,7 @@ Invariants (`check_invariants`):
 
     S1  a slab is free or one pool's, and slab 0 the null one: no byte is in two hands
     S2  blocks elsewhere are neither held, hashed nor with the policy; a pool counts them
-    S3  a pool counts the held blocks of each slab; its other blocks there are with the policy
+    S3  blocks of a pool's own slabs are held or with its policy
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ import numpy as np
 from kvjax.core.eviction.ranked_policy import RankClock, RankedPolicy
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.slabs.slab_pool import SlabPool
-from kvjax.core.slabs.whole_slabs import HELD, WholeSlabs
+from kvjax.core.slabs.whole_slabs import HELD, UNKNOWN, WholeSlabs
 from kvjax.core.spec import SlabSpec
 from kvjax.errors import InvariantError
 
 FREE, NULL = -1, -2
 AHEAD = 256  # of a pool's blocks one of so many may be blank before it is needed
+STEPS_AHEAD = 4  # that blocks are made blank for at once
 
 
 class SlabCount(NamedTuple):
@@ -119,7 +120,7 @@ class SlabMemory:
         if hits is not None and hits.size:
             free_hits = np.unique(hits[each.pool.ref_count[hits] == 0])
             num_free_hits, slabs = free_hits.size, np.unique(free_hits // each.blocks_per_slab)
-            num_whole_then -= int(np.count_nonzero(each.num_held[slabs] == 0))
+            num_whole_then -= int(np.count_nonzero(~each.ref_counts[slabs].any(1)))
         beside_held = each.policy.num_free - num_free_hits - num_whole_then * each.blocks_per_slab
         self._whole[each.number].look_again()
         return SlabCount(num_whole, num_whole_then, beside_held, num_free_hits)
@@ -128,6 +129,14 @@ class SlabMemory:
 
     def provide(self, taker: SlabPool, num_blocks: int) -> None:
         """`SlabPool.provide`."""
+        if any(self.owed):
+            self._provide_owed(taker, num_blocks)
+        elif num_blocks > taker.policy.num_blank:
+            self._make_blank(taker, num_blocks)
+        self.num_whole -= num_blocks
+
+    def _provide_owed(self, taker: SlabPool, num_blocks: int) -> None:
+        """Leaves other pools what they are owed."""
         if not self._all_have_blank_ones(taker, num_blocks):
             if self._must_spare_slabs(taker, num_blocks):
                 self._use_blocks_beside_held(taker, num_blocks)
@@ -136,40 +145,68 @@ class SlabMemory:
         self.owed[taker.number] = max(self.owed[taker.number] - num_blocks, 0)
 
     def note_step_planned(self) -> None:
-        """Makes blocks of each pool blank for the next step: half as many more as rows grew by one in the last ones."""
+        """Makes blocks of each pool blank for the next step: half as many more as rows grew by one in the last ones.
+
+        Where there are fewer, then for several steps at once.
+        """
         self.owed = [0] * len(self.pools)
         for each in self.pools:
             if each.num_grown:
                 each.num_ahead = max(each.num_grown + each.num_grown // 2, each.num_ahead - each.num_ahead // 8)
                 each.num_grown = 0
-                self._make_blank(each, min(each.num_ahead, each.pool.num_free_blocks // AHEAD))
+                most = each.pool.num_free_blocks // AHEAD
+                if each.policy.num_blank < min(each.num_ahead, most):
+                    self._make_blank(each, min(STEPS_AHEAD * each.num_ahead, most))
 
     def _make_blank(self, taker: SlabPool, num_blocks: int) -> None:
-        """Lets the pool have so many blank blocks, as long as there are any that are not young."""
+        """Lets the pool have so many blank blocks, as long as there are any; if it has too few, none is young then."""
         policy = taker.policy
+        if policy.num_blank < num_blocks:
+            policy.let_age()
         while (missing := num_blocks - policy.num_blank) > 0:
             if self._free_slabs:
-                self._give(taker, self._free_slabs.pop())
-                continue
-            own = policy.oldest_cached(max(missing, taker.blocks_per_slab))
-            own_rank = policy.ranks.item(own[0]) if own.size else HELD
-            giver, slab, rank = self._oldest_of_others(taker)
-            if giver is not None and rank < own_rank:
-                self._take_from(giver, slab)
-            elif own.size:
-                num_older = int(np.searchsorted(policy.ranks[own], rank))
-                taker.pool.evict_blocks(own[:num_older], was_reused=True)
-            else:
+                self._give(taker, taker.slabs_for(missing))
+            elif not self._evict_oldest(taker, missing):
                 return
 
-    def _oldest_of_others(self, taker: SlabPool) -> tuple[SlabPool | None, int, int]:
-        """Who has the slab whose youngest block is oldest, the slab, and the rank of that block."""
-        found: tuple[SlabPool | None, int, int] = (None, 0, HELD)
+    def _evict_oldest(self, taker: SlabPool, num_blocks: int) -> bool:
+        """Makes blank or frees what is oldest, of the pool's blocks and others' slabs, for so many blocks or fewer.
+
+        Returns:
+            Whether there was any.
+        """
+        own = taker.policy.oldest_cached(max(num_blocks, taker.blocks_per_slab))
+        own_ranks = taker.policy.ranks[own]
+        num_own = 0
+        slabs: list[list[int]] = [[] for _ in self.pools]
+        while num_blocks > 0:
+            giver, rank = self._oldest_of_others(taker, may_look=not any(slabs))
+            if num_own < own.size and own_ranks.item(num_own) < rank:
+                most = num_own + max(num_blocks, taker.blocks_per_slab)
+                num_older = int(np.searchsorted(own_ranks[:most], rank))
+                num_blocks -= num_older - num_own
+                num_own = num_older
+            elif giver is not None:
+                slabs[giver.number].append(self._whole[giver.number].take())
+                num_blocks -= taker.blocks_per_slab
+            else:
+                break
+        if num_own:
+            taker.make_blank(own[:num_own])
+        for giver in self.pools:
+            self._take_from(giver, slabs[giver.number])
+        return num_own > 0 or any(slabs)
+
+    def _oldest_of_others(self, taker: SlabPool, may_look: bool = True) -> tuple[SlabPool | None, int]:
+        """Who has the slab whose youngest block is oldest, and the rank of that block: `WholeSlabs.oldest`."""
+        found: tuple[SlabPool | None, int] = (None, HELD)
         for each in self.pools:
             if each is not taker:
-                slab, rank = self._whole[each.number].oldest()
-                if rank < found[2]:
-                    found = (each, slab, rank)
+                rank = self._whole[each.number].oldest(may_look)
+                if rank == UNKNOWN:
+                    return None, UNKNOWN
+                if rank < found[1]:
+                    found = (each, rank)
         return found
 
     def gather(self) -> bool:
@@ -205,36 +242,35 @@ class SlabMemory:
         self._take_whole_slabs(taker)
         for _ in range(taker.slabs_for(max(num_blocks - taker.policy.num_free, 0))):
             if not self._free_slabs:
-                giver, slab, _ = self._oldest_of_others(taker)
+                giver, _ = self._oldest_of_others(taker)
                 if giver is None:
                     return
-                self._take_from(giver, slab)
-            self._give(taker, self._free_slabs.pop())
+                self._take_from(giver, [self._whole[giver.number].take()])
+            self._give(taker, 1)
 
     # -- hands -------------------------------------------------------------------------------------------------------
 
-    def _give(self, taker: SlabPool, slab: int) -> None:
-        """A free slab."""
-        self.owner[slab] = taker.number
-        taker.policy.gain(taker.blocks_of(slab))
-        taker.pool.num_elsewhere -= taker.blocks_per_slab
+    def _give(self, taker: SlabPool, num_slabs: int) -> None:
+        """So many free slabs, or all."""
+        num_left = max(len(self._free_slabs) - num_slabs, 0)
+        slabs = self._free_slabs[num_left:][::-1]
+        del self._free_slabs[num_left:]
+        self.owner[slabs] = taker.number
+        taker.gain(slabs)
 
     def _take_whole_slabs(self, giver: SlabPool) -> int:
         """Frees all slabs of a pool without held blocks; how many."""
-        slabs = giver.whole_slabs().tolist()
-        for slab in slabs:
-            self._take_from(giver, slab)
+        slabs: list[int] = giver.whole_slabs().tolist()
+        self._take_from(giver, slabs)
         return len(slabs)
 
-    def _take_from(self, giver: SlabPool, slab: int) -> None:
-        """Frees a slab without held blocks."""
-        ids = giver.blocks_of(slab)
-        giver.pool.evict_blocks(ids, was_reused=True)
-        giver.policy.lose(ids)
-        giver.pool.num_elsewhere += giver.blocks_per_slab
-        self.owner[slab] = FREE
-        self.num_moved += 1
-        self._free_slabs.append(slab)
+    def _take_from(self, giver: SlabPool, slabs: list[int]) -> None:
+        """Frees slabs without held blocks."""
+        if slabs:
+            giver.lose(slabs)
+            self.owner[slabs] = FREE
+            self.num_moved += len(slabs)
+            self._free_slabs += slabs
 
     # -- for people and tests ----------------------------------------------------------------------------------------
 
@@ -255,10 +291,8 @@ class SlabMemory:
                 raise InvariantError(f"S2: pool {each.number} counts {pool.num_elsewhere} blocks elsewhere")
             if (pool.ref_count[is_elsewhere] != 0).any() or pool.is_hashed[is_elsewhere].any():
                 raise InvariantError(f"S2: a block of pool {each.number} is held or hashed in a slab of another pool")
-            if not np.array_equal(each.num_held, (pool.ref_count > 0).reshape(-1, each.blocks_per_slab).sum(1)):
-                raise InvariantError(f"S3: pool {each.number} counts held blocks of a slab wrongly")
-            num_blocks = int((self.owner == each.number).sum()) * each.blocks_per_slab
-            if each.policy.num_free + int(each.num_held.sum()) != num_blocks:
+            num_blocks = each.slabs().size * each.blocks_per_slab
+            if each.policy.num_free + np.count_nonzero(pool.ref_count) != num_blocks:
                 raise InvariantError(f"S3: pool {each.number} has {num_blocks} blocks, and not all are held or free")
             if is_elsewhere[pool.eviction_policy.order()].any():
                 raise InvariantError(f"S2: a block of pool {each.number} is free in a slab of another pool")

@@ -1,10 +1,11 @@
-"""One pool's share of a memory: which slabs it has, and how many blocks of each are held.
+"""One pool's share of a memory: which slabs it has, and which of them have no held block.
 
-Flow:    BlockPool -> [SlabPool.note_held, note_free, provide] -> SlabMemory
+Flow:    BlockPool -> [SlabPool.provide, note_hits] -> SlabMemory
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -32,7 +33,7 @@ class SlabPool:
         self.number = number  # among the memory's pools
         self.pool = pool
         self.blocks_per_slab = blocks_per_slab
-        self.num_held = np.zeros(self.memory.num_slabs, np.int64)  # of each slab, held blocks
+        self._offsets = np.arange(blocks_per_slab)
         self.num_grown = 0  # running rows and groups that took blocks since a step was planned
         self.num_ahead = 0  # blocks that the next step may take
 
@@ -40,6 +41,11 @@ class SlabPool:
     def policy(self) -> RankedPolicy:
         """Of the pool."""
         return cast(RankedPolicy, self.pool.eviction_policy)
+
+    @property
+    def ref_counts(self) -> np.ndarray:  # int32[num_slabs, blocks_per_slab]
+        """Of all blocks, by slab."""
+        return self.pool.ref_count.reshape(-1, self.blocks_per_slab)
 
     def provide(self, num_blocks: int) -> None:
         """Sees to it that the pool's policy can take so many blocks, if that is possible; the caller takes them."""
@@ -49,26 +55,45 @@ class SlabPool:
         """So many running rows took blocks, each in one group: the next step may do so again."""
         self.num_grown += num_rows
 
-    def note_held(self, ids: np.ndarray) -> None:
-        """int64[n] distinct blocks that were free are held from now on."""
-        np.add.at(self.num_held, ids // self.blocks_per_slab, np.ones(ids.size, np.int64))  # int64 all: 3 times as fast
-        self.memory.num_whole -= ids.size
+    def note_hits(self, num_blocks: int) -> None:
+        """So many blocks that were free are held from now on, without `provide`."""
+        self.memory.num_whole -= num_blocks
 
-    def note_free(self, ids: np.ndarray) -> None:
-        """int64[n] distinct blocks that were held are free from now on."""
-        np.subtract.at(self.num_held, ids // self.blocks_per_slab, np.ones(ids.size, np.int64))
+    def slabs(self) -> np.ndarray:  # int64[k]
+        """Those that the pool has, in ascending order."""
+        return (self.memory.owner == self.number).nonzero()[0]
 
     def whole_slabs(self) -> np.ndarray:  # int64[k]
-        """Those without a held block, in ascending order."""
-        return ((self.memory.owner == self.number) & (self.num_held == 0)).nonzero()[0]
+        """Those of `slabs` without a held block, in ascending order."""
+        slabs = self.slabs()
+        return slabs[~self.ref_counts[slabs].any(1)]
 
     def is_whole(self, slab: int) -> bool:
         """Whether the pool has the slab, and holds no block of it."""
-        return self.memory.owner.item(slab) == self.number and not self.num_held.item(slab)
+        return self.memory.owner.item(slab) == self.number and not np.count_nonzero(self.ref_counts[slab])
 
-    def blocks_of(self, slab: int) -> np.ndarray:  # int64[blocks_per_slab]
-        """The blocks of a slab."""
-        return np.arange(slab * self.blocks_per_slab, (slab + 1) * self.blocks_per_slab)
+    def blocks_of(self, slabs: Sequence[int]) -> np.ndarray:  # int64[slabs * blocks_per_slab]
+        """The blocks of slabs, one slab after another."""
+        starts = np.array(slabs, np.int64) * self.blocks_per_slab
+        return starts if self.blocks_per_slab == 1 else (starts[:, None] + self._offsets).ravel()
+
+    def gain(self, slabs: Sequence[int]) -> None:
+        """Free slabs become the pool's."""
+        ids = self.blocks_of(slabs)
+        self.policy.gain(ids)
+        self.pool.num_elsewhere -= ids.size
+
+    def lose(self, slabs: Sequence[int]) -> None:
+        """Slabs without held blocks are the pool's no more; what they cache is lost."""
+        ids = self.blocks_of(slabs)
+        self.policy.lose(ids)
+        self.pool.evict_free(ids)
+        self.pool.num_elsewhere += ids.size
+
+    def make_blank(self, ids: np.ndarray) -> None:
+        """int64[n] hashed free blocks lose their hashes."""
+        self.policy.make_blank(ids)
+        self.pool.evict_free(ids)
 
     def slabs_for(self, num_blocks: int) -> int:
         """Slabs that so many blocks fill, if not wholly."""

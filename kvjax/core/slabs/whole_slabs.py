@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.core.slabs.slab_pool import SlabPool
 
 HELD = 1 << 62  # above every rank
+UNKNOWN = -1  # below every rank
 NOTED = 32  # of the slabs without held blocks one of so many is noted
 
 
@@ -26,19 +27,28 @@ class WholeSlabs:
         self._noted: list[tuple[int, int]] = []  # slab, rank; the oldest last
         self._num_free_at_none = -1  # free blocks when no slab was found, so that none is looked for again
 
-    def oldest(self) -> tuple[int, int]:
-        """The oldest slab without a held block, and its rank; `HELD`: there is none."""
+    def oldest(self, may_look: bool = True) -> int:
+        """The rank of the oldest slab without a held block, which `take` gives.
+
+        `HELD`: there is none. `UNKNOWN`: those noted are used up, and slabs may not be looked at.
+        """
         while self._noted:
             slab, rank = self._noted[-1]
             if self._rank_of(slab) == rank:
-                return slab, rank
+                return rank
             self._noted.pop()
+        if not may_look:
+            return UNKNOWN
         num_free = self._of.policy.num_free
         if num_free < self._size or num_free <= self._num_free_at_none:
-            return 0, HELD
+            return HELD
         self._note()
         self._num_free_at_none = -1 if self._noted else num_free
-        return self._noted[-1] if self._noted else (0, HELD)
+        return self._noted[-1][1] if self._noted else HELD
+
+    def take(self) -> int:
+        """The slab that `oldest` found, which leaves those noted."""
+        return self._noted.pop()[0]
 
     def look_again(self) -> None:
         """Slabs may have become whole since none was found."""
@@ -55,10 +65,10 @@ class WholeSlabs:
         self._noted = list(zip(whole[order].tolist(), ranks[order].tolist(), strict=True))
 
     def _rank_of(self, slab: int) -> int:
-        """-1: some block is held, or not the pool's."""
+        """`UNKNOWN`: some block is held, or not the pool's."""
         if not self._of.is_whole(slab):
-            return -1
+            return UNKNOWN
         return int(self._of.policy.ranks[slab * self._size : (slab + 1) * self._size].max())
 
 
-__all__ = ["HELD", "WholeSlabs"]
+__all__ = ["HELD", "UNKNOWN", "WholeSlabs"]

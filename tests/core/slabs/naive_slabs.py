@@ -100,7 +100,9 @@ class NaiveSlabs:
                 pool.num_grown = 0
                 num_slabs = len(self.free_slabs) + sum(owner != p for owner in self.owner.values())
                 num_free = len(pool.free) + num_slabs * pool.blocks_per_slab
-                self.make_blank(p, min(pool.num_ahead, num_free // self.ahead))
+                most = num_free // self.ahead
+                if len(pool.blank) < min(pool.num_ahead, most):
+                    self.make_blank(p, min(4 * pool.num_ahead, most))
 
     def forget(self, p: int, blocks: list[int]) -> None:
         """Free cached blocks become blank."""
@@ -116,25 +118,42 @@ class NaiveSlabs:
 
     def make_blank(self, p: int, count: int) -> None:
         pool = self.pools[p]
+        if len(pool.old(pool.blank)) < count:
+            pool.young.clear()
         while (missing := count - len(pool.old(pool.blank))) > 0:
             if self.free_slabs:
                 self.give(p, self.free_slabs.pop())
-                continue
-            own = pool.old(pool.cached)[: max(missing, pool.blocks_per_slab)]
-            own_rank = self.ranks[p, own[0]] if own else inf
+            elif not self.evict_oldest(p, missing):
+                return
+
+    def evict_oldest(self, p: int, missing: int) -> bool:
+        """Own blocks, and slabs of others, each in turn until there are enough."""
+        pool = self.pools[p]
+        taken: list[Block] = []
+        num_evicted = 0
+        while missing > 0:
+            own = pool.cached[: max(missing, pool.blocks_per_slab)]
             others = [
                 (self.rank_of(q, slab), q, slab)
                 for q in range(len(self.pools))
                 if q != p
                 for slab in self.whole_slabs(q)
+                if (q, slab) not in taken
             ]
             rank, q, slab = min(others, default=(inf, 0, 0))
-            if rank < own_rank:
-                self.take_away(q, slab)
-            elif own:
-                self.forget(p, [block for block in own if self.ranks[p, block] < rank])
+            older = [block for block in own if self.ranks[p, block] < rank]
+            if older:
+                self.forget(p, older)
+                missing -= len(older)
+                num_evicted += len(older)
+            elif others:
+                taken.append((q, slab))
+                missing -= pool.blocks_per_slab
             else:
-                return
+                break
+        for q, slab in sorted(taken, key=lambda pair: pair[0]):
+            self.take_away(q, slab)
+        return bool(num_evicted or taken)
 
     def whole_slabs(self, p: int) -> list[int]:
         pool = self.pools[p]

@@ -11,9 +11,9 @@ import pytest
 
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.pool.block_pool import BlockPool
-from kvjax.core.slabs import slab_memory
+from kvjax.core.slabs import slab_memory, whole_slabs
 from kvjax.core.slabs.slab_memory import SlabMemory
-from kvjax.core.slabs.whole_slabs import WholeSlabs
+from kvjax.core.slabs.whole_slabs import HELD, UNKNOWN, WholeSlabs
 from kvjax.core.spec import SlabSpec
 from kvjax.errors import OutOfBlocksError
 from tests.core.slabs.naive_slabs import NaiveSlabs
@@ -133,12 +133,15 @@ def test_in_lock_step_with_lists(shape: Any, seed: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(slab_memory, "AHEAD", AHEAD)
     oldest = WholeSlabs.oldest
 
-    def look_at_all(self: WholeSlabs) -> tuple[int, int]:
-        self._noted.clear()
-        self.look_again()
-        return oldest(self)
+    def look_at_all(self: WholeSlabs, may_look: bool = True) -> int:
+        if may_look:
+            self._noted.clear()
+            self.look_again()
+        rank = oldest(self, may_look)
+        return HELD if rank == UNKNOWN else rank  # all are noted
 
     monkeypatch.setattr(WholeSlabs, "oldest", look_at_all)
+    monkeypatch.setattr(whole_slabs, "NOTED", 1)
     world = World(*shape, seed)
     for _ in range(CALLS):
         world.call()
