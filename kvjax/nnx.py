@@ -50,6 +50,10 @@ class PagedKVCache(nnx.Module):
         self.kv_cache_config = kv_cache_config
         self.placement = Placement.create() if placement is None else placement
         self.backend = backend
+        if kv_cache_config.idle_groups:
+            raise NotImplementedError(
+                "idle states are moved by `kvjax.device.make_update_step` alone; plan without them"
+            )
         self.pages = nnx.Cache(create_pages(kv_cache_config, self.placement))
 
     def load(self, plan: StepPlan, buckets: Buckets) -> DeviceBatch:

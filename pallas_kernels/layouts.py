@@ -38,6 +38,7 @@ _DTYPE_BITS = {
 }
 
 KV_CACHE_DTYPES = tuple(_DTYPE_BITS)
+_STATE_DTYPE_BITS = {"int16": 16}  # of recurrent states alone
 
 # Logical axis names; the caller maps them to mesh axes (or to None) when it makes PartitionSpecs.
 PAGE_AXIS = "page"
@@ -54,9 +55,10 @@ def dtype_bits(dtype: str) -> int:
     Raises:
         ValueError: the name is none of the KV-cache dtypes.
     """
-    bits = _DTYPE_BITS.get(dtype)
+    known = _DTYPE_BITS | _STATE_DTYPE_BITS
+    bits = known.get(dtype)
     if bits is None:
-        raise ValueError(f"expected a KV-cache dtype out of {sorted(_DTYPE_BITS)}, got {dtype!r}")
+        raise ValueError(f"expected a KV-cache dtype out of {sorted(known)}, got {dtype!r}")
     return bits
 
 

@@ -319,7 +319,11 @@ class KVCacheConfig:
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
     shared_layers: tuple[tuple[str, str], ...] = ()  # (layer, the layer whose pages it reads)
     slabs: SlabSpec | None = None  # None: every pool has all of its blocks to itself
-    layer_index: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)  # layer -> group, column
+    # (a group of states that requests run on, the group that caches them in fewer bits), layer by layer
+    idle_groups: tuple[tuple[int, int], ...] = ()
+    layer_index: dict[str, tuple[int, int]] = field(
+        init=False, repr=False, compare=False
+    )  # of the model -> group, column
 
     def __post_init__(self) -> None:
         if not self.kv_cache_groups:
@@ -339,8 +343,10 @@ class KVCacheConfig:
             if owner not in owners:
                 raise ValueError(f"layer {name!r}: expected to share the pages of a layer in a group, got {owner!r}")
             index[name] = owners[owner]
-        object.__setattr__(self, "layer_index", index)
+        idle = {group_id for _, group_id in self.idle_groups}
+        object.__setattr__(self, "layer_index", {name: at for name, at in index.items() if at[0] not in idle})
         self._check_columns()
+        self._check_idle_groups()
         if self.slabs is not None:
             sizes = tuple(self.slabs.num_slabs * count for count in self.slabs.blocks_per_slab)
             given = tuple(pool.num_blocks for pool in self.pools)
@@ -364,6 +370,18 @@ class KVCacheConfig:
                         f"expected equal pages, got those of {both[0]} and {both[1]}; "
                         "give one group a pool of its own"
                     )
+
+    def _check_idle_groups(self) -> None:
+        """Raises ValueError unless both groups of every pair hold states of equally many layers."""
+        for pair in self.idle_groups:
+            if not all(0 <= group_id < len(self.kv_cache_groups) for group_id in pair):
+                raise ValueError(f"expected idle_groups in [0, {len(self.kv_cache_groups)}), got {pair}")
+            running, idle = (self.kv_cache_groups[group_id] for group_id in pair)
+            if running.kv_cache_spec.state_pages is None or idle.kv_cache_spec.state_pages is None:
+                raise ValueError(f"expected groups of recurrent states as idle_groups, got {pair}")
+            sizes = [(len(group.layer_names), group.kv_cache_spec.block_size) for group in (running, idle)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"idle_groups {pair}: expected equal numbers of layers and block sizes, got {sizes}")
 
     @classmethod
     def single_pool(cls, num_blocks: int, *specs: KVCacheSpec) -> KVCacheConfig:

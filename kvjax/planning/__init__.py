@@ -5,6 +5,7 @@ No jax: the planner runs where no accelerator is.
 """
 
 from kvjax.planning.grouping import LayerGroup, group_layers
+from kvjax.planning.idle_states import with_idle_states
 from kvjax.planning.load import Load
 from kvjax.planning.parallel import Parallelism, RankShare
 from kvjax.planning.plan import KVCachePlan, plan_kv_cache
@@ -25,4 +26,5 @@ __all__ = [
     "per_device",
     "plan_kv_cache",
     "promoted",
+    "with_idle_states",
 ]

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from kvjax.errors import MemoryBudgetError
 from kvjax.planning.grouping import LayerGroup
+from kvjax.planning.idle_states import idle_groups_of
 from kvjax.planning.load import Load
 from kvjax.planning.parallel import Parallelism
 from kvjax.planning.shape import CacheShape, GroupShape
@@ -307,7 +308,7 @@ def _config(shape: CacheShape, sizes: Sequence[int], shared_layers: Mapping[str,
         specs = [replicated(spec, tensor) for spec in widest.layer_specs]
         pools.append(KVCachePoolSpec(size, tuple(spec.page_layout(shape.platform, tensor) for spec in specs)))
     groups = tuple(_config_group(s.group, tensor) for s in shape.groups)
-    return KVCacheConfig(tuple(pools), groups, tuple(shared_layers.items()))
+    return KVCacheConfig(tuple(pools), groups, tuple(shared_layers.items()), idle_groups=idle_groups_of(groups))
 
 
 def _config_group(group: LayerGroup, tensor_parallel: int) -> KVCacheGroupSpec:

@@ -150,13 +150,14 @@ class CacheShape:
     def _kept_blocks(self, spec: KVCacheSpec, num_tokens: int) -> Fraction:
         """Blocks of one group that stay for later requests when one of `num_tokens` tokens ends.
 
-        A kind that forgets keeps a state, or what the next token sees: all but the block that it is written to.
+        A kind that forgets keeps a state, or what the next token sees: all but the block that it is written to. One
+        that nobody hits keeps nothing.
         """
+        if not spec.is_prefix_cacheable:
+            return Fraction(0)
         if _grows_with_length(spec):
             return Fraction(num_tokens, spec.block_size * self.parallel.context)
         held = self.request_blocks(spec, num_tokens)
-        if not spec.is_prefix_cacheable:
-            return Fraction(held)
         return Fraction(1 if spec.state_pages is not None else max(held - 1, 1))
 
     def longest_request(self, memory_bytes: int, limit: int, in_flight_tokens: int) -> int:

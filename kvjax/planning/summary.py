@@ -81,11 +81,14 @@ class KeptCache:
 
     @classmethod
     def of(cls, needs: Sequence[PoolNeed], sizes: Sequence[int], tokens_per_checkpoint: int) -> KeptCache:
-        """Tokens in the pools that grow with a request, checkpoints in the others; without others one a request."""
-        rooms = [need.kept_in(size) for need, size in zip(needs, sizes, strict=True)]
-        growing = [room for room, need in zip(rooms, needs, strict=True) if need.grows_with_length]
-        others = [room for room, need in zip(rooms, needs, strict=True) if not need.grows_with_length]
-        return cls(int(min(growing, default=0) * tokens_per_checkpoint), int(min(others or growing)))
+        """Tokens in the pools that grow with a request, checkpoints in the others; without others one a request.
+
+        Pools of which nothing is kept do not count.
+        """
+        pairs = [(need, size) for need, size in zip(needs, sizes, strict=True) if need.kept_blocks]
+        growing = [need.kept_in(size) for need, size in pairs if need.grows_with_length]
+        others = [need.kept_in(size) for need, size in pairs if not need.grows_with_length]
+        return cls(int(min(growing, default=0) * tokens_per_checkpoint), int(min(others or growing, default=0)))
 
 
 def group_summaries(shape: CacheShape, max_model_len: int) -> tuple[GroupPlanSummary, ...]:

@@ -117,7 +117,13 @@ class LayerPages:
 
 
 def layers_of(kv_cache_config: KVCacheConfig, placement: Placement) -> tuple[LayerPages, ...]:
-    """Every layer that has pages, by group and column."""
+    """Every layer that has pages, by group and column.
+
+    Raises:
+        NotImplementedError: states are cached apart; a request is sent where it ends, and idle states end with blocks.
+    """
+    if kv_cache_config.idle_groups:
+        raise NotImplementedError("requests with idle states cannot be sent; plan without idle_state_dtype")
     layers = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for column, name in enumerate(group.layer_names):

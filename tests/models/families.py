@@ -229,11 +229,11 @@ def tokens_of_a_hit(engine: LLMEngine) -> int:
     return lcm(*(group.kv_cache_spec.block_size for group in engine.plan.config.kv_cache_groups))
 
 
-def assert_golden(engine: RecordingEngine, golden: Golden, result: GenerationResult) -> None:
-    """Tokens are Hugging Face's, and the logits that chose them within `ATOL`."""
+def assert_golden(engine: RecordingEngine, golden: Golden, result: GenerationResult, atol: float = ATOL) -> None:
+    """Tokens are Hugging Face's, and the logits that chose them within `atol`."""
     np.testing.assert_array_equal(result.output_token_ids, golden.greedy, err_msg=result.request_id)
     got = np.stack(engine.logits[result.request_id])[: len(golden.greedy)]
-    np.testing.assert_allclose(got, golden.decode_logits, atol=ATOL, rtol=0, err_msg=result.request_id)
+    np.testing.assert_allclose(got, golden.decode_logits, atol=atol, rtol=0, err_msg=result.request_id)
 
 
 def assert_nothing_is_left(engine: LLMEngine) -> None:

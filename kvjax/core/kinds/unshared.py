@@ -1,6 +1,7 @@
 """Kinds whose blocks no other request can hit: lookups pass them over, so a hit comes without what they hold.
 
-Who admits a request with a hit brings it: computes the tokens of the window again, or fills the buffer.
+Who admits a request with a hit brings it: computes the tokens of the window again, fills the buffer, or copies the
+state from where it is cached.
 
 Source:  CircularBufferSpec and `bounded_replay` of vLLM 0.33's v1/kv_cache_interface.py (DeepSeek V4.1)
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import LatentWindowSpec
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
 from kvjax.core.kinds.registry import register_kv_cache_spec
@@ -52,6 +54,24 @@ class RequestBufferSpec(RecurrentSpec):
 
 @register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
+class RunningStateSpec(MambaSpec):
+    """The states that requests run on, where those that are cached lie in a group of their own (`idle_groups`)."""
+
+    is_prefix_cacheable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mamba_cache_mode != "none":
+            raise ValueError(f"expected mamba_cache_mode none of running states, got {self.mamba_cache_mode}")
+
+    @property
+    def kind(self) -> str:
+        """Name in KV events."""
+        return "running_state"
+
+
+@register_kv_cache_spec
+@dataclass(frozen=True, kw_only=True)
 class ReplayedWindowMLASpec(LatentWindowSpec):
     """A window whose tokens are computed again where a request starts from a hit."""
 
@@ -63,4 +83,4 @@ class ReplayedWindowMLASpec(LatentWindowSpec):
         return "replayed_window_mla"
 
 
-__all__ = ["ReplayedWindowMLASpec", "RequestBufferSpec"]
+__all__ = ["ReplayedWindowMLASpec", "RequestBufferSpec", "RunningStateSpec"]

@@ -58,6 +58,7 @@ class Forks:
             for child_row in rows.tolist():
                 self._table.skip_registration(child_row)
         self._table.num_computed_tokens[rows] = shared
+        self._table.num_start_tokens[rows] = self._table.num_start_tokens[row]
         self._table.num_encoder_tokens[rows] = self._table.num_encoder_tokens[row]
         self._rows.share(row, rows, shared)
         return children

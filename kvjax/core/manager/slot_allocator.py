@@ -275,6 +275,7 @@ class SlotAllocator:
             own = retention.num_own_tokens(request.num_prompt_tokens, request.num_tokens)
             retention.note_admission(row, own, hit.num_shared_tokens)
         self._rows.num_hit_tokens[row], self._rows.num_left_out[row] = counts.new_computed, 0
+        self._table.num_start_tokens[row] = total_computed
         if total_computed:
             self._rows.add_computed(row, hit.block_ids, total_computed, has_external=counts.external > 0)
         if self._sub_block_hits is not None:

@@ -32,7 +32,14 @@ from kvjax.errors import InvariantError, UnknownRequestError
 MIN_ROWS = 16
 NEVER = np.iinfo(np.int64).max
 MOST_DIGITS = 18  # of the number of a fork
-COUNTS = ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks", "num_encoder_tokens")  # by row
+COUNTS = (  # by row
+    "num_tokens",
+    "num_prompt_tokens",
+    "num_computed_tokens",
+    "num_start_tokens",
+    "num_hashed_blocks",
+    "num_encoder_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class RequestTable:
         self.num_tokens = self._tokens.lengths
         self.num_prompt_tokens = np.zeros(rows, np.int64)
         self.num_computed_tokens = np.zeros(rows, np.int64)
+        self.num_start_tokens = np.zeros(rows, np.int64)  # computed tokens that a request was admitted with
         self.num_hashed_blocks = np.zeros(rows, np.int64)
         self.num_encoder_tokens = np.zeros(rows, np.int64)
         self.requests: list[Request | None] = [None] * rows
@@ -178,7 +186,7 @@ class RequestTable:
         request.move_from_row(tokens, self.num_prompt_tokens.item(row), self.num_computed_tokens.item(row))
         self._tokens.discard_row(row, tokens.size)
         self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
-        self.num_hashed_blocks[row] = self.num_encoder_tokens[row] = 0
+        self.num_start_tokens[row] = self.num_hashed_blocks[row] = self.num_encoder_tokens[row] = 0
         self.requests[row] = self.request_ids[row] = None
         self.block_hashes[row] = []
         self.last_hashes[row] = None
@@ -420,9 +428,11 @@ class RequestTable:
         request = self.requests[row]
         request_id = None if request is None else request.request_id
         _hold(self.request_ids[row] == request_id, f"I1: row {row} of {request} has the id {self.request_ids[row]!r}")
-        total, prompt, computed, hashed, encoder = (int(getattr(self, name)[row]) for name in COUNTS)
+        total, prompt, computed, start, hashed, encoder = (int(getattr(self, name)[row]) for name in COUNTS)
         if request is None:
-            _hold(not any((total, prompt, computed, hashed, encoder)), f"I2: row {row} is not owned but has counts")
+            _hold(
+                not any((total, prompt, computed, start, hashed, encoder)), f"I2: row {row} is not owned but has counts"
+            )
             _hold(self.last_hashes[row] is None, f"I2: row {row} is not owned but has a hash")
             return
         _hold(request.row == row and self._row_by_id.get(request.request_id) == row, f"I1: row {row} and {request}")

@@ -25,6 +25,7 @@ from kvjax.core.step.group_plans import (
     group_plans,
     starts_of,
 )
+from kvjax.core.step.idle_states import idle_state_moves
 from kvjax.core.step.mrope_positions import MRopePositions
 from kvjax.core.step.step_drafts import StepDrafts
 from kvjax.core.step.step_plan import StepPlan, TableUpdate
@@ -79,8 +80,8 @@ def build_step_plan(
 
     Raises:
         ValueError: a row repeats or holds no request, a request has no new tokens or more than it has tokens, its
-            blocks do not hold them, drafts are not as `StepDrafts` wants them, do not follow a request's last token or
-            get no logits, or `pick_shape` finds no shape. No page edits are taken.
+            blocks do not hold them, it starts where no idle state can be, drafts are not as `StepDrafts` wants them, do
+            not follow a request's last token or get no logits, or `pick_shape` finds no shape. No page edits are taken.
     """
     table = tables.request_table
     rows, num_new = np.asarray(rows, np.int64), np.asarray(num_new_tokens, np.int64)
@@ -141,7 +142,9 @@ def build_step_plan(
     encoder = EncoderTokens(table, rows, computed, writes)
     num_drafts = None if drafts is None else drafts.counts
     step = GroupsStep(rows, computed, seq_lens, seq_lens.astype(np.int32), tokens, encoder, num_drafts)
-    groups = group_plans(tables, step, updates, pick_shape)  # the last check: now edits may be taken
+    # The last checks: now edits may be taken.
+    groups = group_plans(tables, step, updates, pick_shape)
+    idle_states = idle_state_moves(tables.kv_cache_config, groups, step, table)
     return StepPlan(
         request_ids=request_ids,
         rows=rows,
@@ -159,6 +162,7 @@ def build_step_plan(
         else tuple([PageCopies(np.array(one.sources), np.array(one.destinations)) for one in page_copies]),
         pages_to_zero=tables.take_pages_to_zero() if pages_to_zero is None else tuple(map(np.array, pages_to_zero)),
         groups=groups,
+        idle_states=idle_states,
     )
 
 

@@ -76,6 +76,16 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
+class IdleStateMoves:
+    """States that change between a pool that requests run on and one that caches them in fewer bits."""
+
+    running_pool: int
+    idle_pool: int
+    loads: PageCopies  # from idle pages to running ones, before the step; no running page twice
+    stores: PageCopies  # from running pages to idle ones, after it; no idle page twice
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Everything one call of the model needs from the host."""
 
@@ -93,6 +103,7 @@ class StepPlan:
     page_copies: tuple[PageCopies, ...]  # one per pool
     pages_to_zero: tuple[np.ndarray, ...]  # int32[Z] per pool
     groups: tuple[GroupPlan, ...]
+    idle_states: tuple[IdleStateMoves, ...] = ()  # one per pair of pools of `KVCacheConfig.idle_groups`
 
     @property
     def num_tokens(self) -> int:

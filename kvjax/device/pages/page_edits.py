@@ -6,7 +6,7 @@ Source:  ARCHITECTURE.md, "Order inside a step"
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kvjax.device.pages.page_ops import (
     check_page_ids,
     copy_pages,
     copy_pages_padded,
-    pad_ids,
+    padded_pieces,
     zero_pages,
     zero_pages_padded,
 )
@@ -64,11 +64,11 @@ def edit_pages_of_ranks(
         copies = [None if plan is None else plan.page_copies[pool_id] for plan in plans]
         sources = [_NO_IDS if one is None else one.sources for one in copies]
         destinations = [_NO_IDS if one is None else one.destinations for one in copies]
-        for ids in zip(_pieces(sources, page_counts), _pieces(destinations, page_counts), strict=True):
+        for ids in zip(padded_pieces(sources, page_counts), padded_pieces(destinations, page_counts), strict=True):
             pages = copy_pages_padded(pages, pool_id, *ids, backend=backend)
     for pool_id in range(len(pages.pools)):
         zeroed = [_NO_IDS if plan is None else plan.pages_to_zero[pool_id] for plan in plans]
-        for page_ids in _pieces(zeroed, page_counts):
+        for page_ids in padded_pieces(zeroed, page_counts):
             pages = zero_pages_padded(pages, pool_id, page_ids, backend=backend)
     return pages
 
@@ -82,14 +82,6 @@ def warm_up_edits(pages: KVPages, page_counts: Sequence[int], *, backend: str = 
             pages = copy_pages_padded(pages, pool_id, nothing, nothing.copy(), backend=backend)
             pages = zero_pages_padded(pages, pool_id, nothing.copy(), backend=backend)
     return pages
-
-
-def _pieces(by_rank: Sequence[np.ndarray], page_counts: Sequence[int]) -> Iterator[np.ndarray]:
-    """int32[ranks * count] each: the next ids of every rank, padded to one declared length."""
-    most, step = max(ids.size for ids in by_rank), max(page_counts)
-    for start in range(0, most, step):
-        count = min(count for count in page_counts if count >= min(most - start, step))
-        yield np.concatenate([pad_ids(ids[start : start + step], (count,)) for ids in by_rank])
 
 
 __all__ = ["check_edits", "edit_pages", "edit_pages_of_ranks", "warm_up_edits"]

@@ -231,6 +231,14 @@ def pad_ids(page_ids: np.ndarray, page_counts: Sequence[int] = PAGE_COUNTS) -> n
     return out
 
 
+def padded_pieces(by_rank: Sequence[np.ndarray], page_counts: Sequence[int]) -> Iterator[np.ndarray]:
+    """int32[ranks * count] each: the next ids of every rank, padded to one declared length."""
+    most, step = max(ids.size for ids in by_rank), max(page_counts)
+    for start in range(0, most, step):
+        count = min(count for count in page_counts if count >= min(most - start, step))
+        yield np.concatenate([pad_ids(ids[start : start + step], (count,)) for ids in by_rank])
+
+
 def check_copies(num_pages: int, sources: np.ndarray, destinations: np.ndarray) -> None:
     """Raises ValueError unless the copies may be done in any order inside a pool of `num_pages`."""
     check_page_ids(sources, num_pages, "sources", lowest=0)

@@ -1,6 +1,7 @@
 """One call of the model over the pages: jitted once per bucket, pages donated and updated in place.
 
-Flow:    StepPlan -> page copies -> pages to zero -> encoders -> [model: KV writes, attention] -> logits -> tokens
+Flow:    StepPlan -> page copies -> pages to zero -> idle states loaded -> encoders -> [model: KV writes, attention]
+         -> logits -> tokens; idle states stored
 Source:  ARCHITECTURE.md, "Order inside a step"
 
 Page copies, zeroing and encoders are rare, so they are dispatched before the model as programs of their own: were they
@@ -31,6 +32,7 @@ from kvjax.device.inputs.rank_batches import join_batches, pick_bucket_of_ranks
 from kvjax.device.layers.step_cache import StepCache
 from kvjax.device.mesh.placement import Placement
 from kvjax.device.model.model_weights import ModelWeights
+from kvjax.device.pages.idle_states import check_moves, load_idle_states, store_idle_states, warm_up_moves
 from kvjax.device.pages.kv_pages import KVPages, check_columns
 from kvjax.device.pages.page_edits import check_edits, edit_pages, edit_pages_of_ranks, warm_up_edits
 from kvjax.device.programs.step_cuts import LEAST_CUT
@@ -181,11 +183,13 @@ class UpdateStep:
         batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets), embed_index, given)
         arguments = self._arguments(batch, previous, sampling, embeds, sampler_state)
         check_edits(pages, plan)
+        check_moves(pages, plan)
         slots = self.encoder.check_plan(pages, plan, features)
         pages = edit_pages(pages, plan, self.buckets.page_counts, backend=self._backend)
+        pages = load_idle_states(pages, [plan], self.buckets.page_counts, backend=self._backend)
         for one, slot_mappings in zip(features, slots, strict=True):
             pages = self.encode(pages, one, slot_mappings)
-        return self._dispatch(pages, arguments)
+        return self._stored(self._dispatch(pages, arguments), [plan])
 
     def call_ranks(
         self,
@@ -213,11 +217,13 @@ class UpdateStep:
                 own = np.full(plan.num_tokens, -1, np.int32)
             batches[rank] = DeviceBatch.from_plan(plan, bucket, given=own)
             check_edits(pages, plan)
+            check_moves(pages, plan)
         padded = [jax.tree.map(lambda x: _padded_rows(x, bucket.num_logits), sampling[rank]) for rank in ranks]
         batch = join_batches(batches, self.num_previous)
         arguments = self._arguments(batch, previous, jax.tree.map(_joined, *padded), None, sampler_state)
         pages = edit_pages_of_ranks(pages, plans, self.buckets.page_counts, backend=self._backend)
-        return self._dispatch(pages, arguments)
+        pages = load_idle_states(pages, plans, self.buckets.page_counts, backend=self._backend)
+        return self._stored(self._dispatch(pages, arguments), plans)
 
     def encode(
         self,
@@ -273,6 +279,9 @@ class UpdateStep:
             if on_compiled is not None:
                 on_compiled(1)
         pages = self.encoder.warmup(pages)
+        groups = self.kv_cache_config.kv_cache_groups
+        pools = {(groups[running].pool_id, groups[idle].pool_id) for running, idle in self.kv_cache_config.idle_groups}
+        pages = warm_up_moves(pages, sorted(pools), self.buckets.page_counts, backend=self._backend)
         return jax.block_until_ready(warm_up_edits(pages, self.buckets.page_counts, backend=self._backend))
 
     def compiled(
@@ -380,6 +389,11 @@ class UpdateStep:
         if tokens is None or num_accepted is None:
             return StepOutput(new_pages, logits, sampled, extras, sampled, self.no_tokens, scores)
         return StepOutput(new_pages, logits, sampled, extras, tokens, num_accepted, scores)
+
+    def _stored(self, output: StepOutput, plans: Sequence[StepPlan | None]) -> StepOutput:
+        """The output, once the states that are cached from this step on are in the idle pools."""
+        pages = store_idle_states(output.pages, plans, self.buckets.page_counts, backend=self._backend)
+        return output._replace(pages=pages)
 
     def _arguments(
         self,

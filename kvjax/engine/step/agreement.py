@@ -142,7 +142,9 @@ def _add(digest: hashlib.blake2b, values: Sequence[Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Page copies as the arrays that they are made of."""
+    """Page copies, and those of states, as the arrays that they are made of."""
+    if isinstance(value, tuple) and value and hasattr(value[0], "loads"):
+        return [_plain((one.loads, one.stores)) for one in value]
     if isinstance(value, tuple) and value and hasattr(value[0], "sources"):
         return [(one.sources, one.destinations) for one in value]
     return value

@@ -16,7 +16,7 @@ from typing import Any
 from kvjax.core.spec import KVCacheSpec
 from kvjax.engine.step.config import EngineConfig
 from kvjax.models.config import ModelConfig
-from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
+from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache, with_idle_states
 from kvjax.planning.sizing import requests_that_fit, size_pools
 
 
@@ -38,6 +38,8 @@ def plan_caches(
     """
     num_drafts = config.num_drafts
     specs = with_drafts(model.kv_cache_specs(config.block_size * parallel.page_context, config.dtype), num_drafts)
+    if config.idle_state_dtype is not None and config.enable_prefix_caching:
+        specs = with_idle_states(specs, config.idle_state_dtype)
     own: dict[str, Any] = {
         "max_model_len": config.max_model_len,
         "max_in_flight_tokens": config.max_in_flight_tokens,

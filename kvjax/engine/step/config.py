@@ -42,6 +42,9 @@ class EngineConfig:
         one_memory: whether kinds of layers whose pages differ in size, as states and tokens, share `memory_bytes`
             instead of a part each (`plan_kv_cache`). None: yes, but for `num_blocks`, the rules of a release, and
             policies that do not compare blocks of several pools.
+        idle_state_dtype: "int8" or "int16": recurrent states that are only cached are kept so, with a scale a head, so
+            that the memory caches more of them. A hit starts from what comes back of them: docs/capacity.md has how
+            far logits move. None: as requests run on them.
         seed: of sampling and of block hashes.
         hash_algorithm: of block hashes.
         async_scheduling: whether a step starts before the tokens of the one before it are read. The price is a step's
@@ -78,6 +81,7 @@ class EngineConfig:
     dtype: str | None = None
     hybrid: bool = True
     one_memory: bool | None = None
+    idle_state_dtype: str | None = None
     seed: int = 0
     hash_algorithm: str = "sha256_cbor"
     async_scheduling: bool = False

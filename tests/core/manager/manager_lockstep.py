@@ -26,6 +26,7 @@ from kvjax.core import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from kvjax.core.kinds.unshared import RunningStateSpec
 from kvjax.core.spec import SlabSpec
 from tests.core.manager.naive_manager import MAX_ENCODER, NaiveGroup, NaiveManager, NaiveRequest
 
@@ -57,15 +58,23 @@ def spec_of(group: NaiveGroup, ranks: int = 1) -> KVCacheSpec:
 
 
 def config_of(
-    groups: list[NaiveGroup], pool_sizes: list[int], ranks: int = 1, slabs: SlabSpec | None = None
+    groups: list[NaiveGroup],
+    pool_sizes: list[int],
+    ranks: int = 1,
+    slabs: SlabSpec | None = None,
+    idle_groups: tuple[tuple[int, int], ...] = (),
 ) -> KVCacheConfig:
+    specs = [spec_of(group, ranks) for group in groups]
+    for running_id, _ in idle_groups:
+        specs[running_id] = RunningStateSpec(**vars(specs[running_id]))
     return KVCacheConfig(
         tuple(KVCachePoolSpec(size) for size in pool_sizes),
         tuple(
-            KVCacheGroupSpec((f"layers.{i}",), spec_of(group, ranks), group.pool, group.eagle)
-            for i, group in enumerate(groups)
+            KVCacheGroupSpec((f"layers.{i}",), spec, group.pool, group.eagle)
+            for i, (group, spec) in enumerate(zip(groups, specs, strict=True))
         ),
         slabs=slabs,
+        idle_groups=idle_groups,
     )
 
 
@@ -87,6 +96,9 @@ class Setup:
     retention: int | None = None
     ends: str = "all"
     blocks_per_slab: tuple[int, ...] = ()  # per pool, where they share slabs: as many as hold the largest pool
+    idle_groups: tuple[
+        tuple[int, int], ...
+    ] = ()  # groups of `mamba` none, and those of `align` that cache their states
 
     @property
     def num_pools(self) -> int:
@@ -116,7 +128,7 @@ class Setup:
             sizes = [slabs.num_slabs * count for count in counts]
             eviction_policy = "learned" if eviction_policy == "lru" else eviction_policy
         return KVCacheManager(
-            config_of(list(self.groups), sizes, self.dcp * self.pcp, slabs),
+            config_of(list(self.groups), sizes, self.dcp * self.pcp, slabs, self.idle_groups),
             self.max_model_len,
             self.hash_block_size,
             enable_caching=self.caching,
@@ -274,6 +286,29 @@ IN_SLABS = {  # pools that share a memory; the naive model does not know them
     "deepseek_v4": Setup(SETUPS["deepseek_v4"].groups, max_model_len=64, blocks_per_slab=(1, 2, 3, 4)),
     "full_sizes": Setup((NaiveGroup(4), NaiveGroup(6, pool=1)), max_model_len=36, blocks_per_slab=(3, 2)),
     "one_pool": Setup(HYBRID.groups, blocks_per_slab=(4,)),
+}
+
+RUNNING, DRAFTING = NaiveGroup(4, mamba="none"), NaiveGroup(4, mamba="none", pool=1, drafts=2)
+IDLE = {  # states that are cached apart; the naive model does not know them
+    "one_pool": Setup((NaiveGroup(2), RUNNING, NaiveGroup(4, mamba="align")), idle_groups=((1, 2),)),
+    "pools_drafts": Setup(
+        (NaiveGroup(2), DRAFTING, NaiveGroup(4, mamba="align", pool=2, drafts=2)), idle_groups=((1, 2),)
+    ),
+    "slabs": Setup(
+        (
+            NaiveGroup(2),
+            *(NaiveGroup(4, mamba="none", pool=1),) * 2,
+            *(NaiveGroup(4, mamba="align", pool=2),) * 2,
+        ),
+        idle_groups=((1, 3), (2, 4)),
+        blocks_per_slab=(5, 1, 3),
+    ),
+    "slabs_retained": Setup(
+        (NaiveGroup(2, window=5), DRAFTING, NaiveGroup(4, mamba="align", pool=2, drafts=2)),
+        idle_groups=((1, 2),),
+        blocks_per_slab=(4, 1, 2),
+        retention=8,
+    ),
 }
 
 KINDS = (  # one of each; MLA's windows beside its full layers

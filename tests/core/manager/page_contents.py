@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.core import KVCacheManager, Request, StepDrafts, StepPlan, build_step_plan
-from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES
+from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES, PageCopies
 from kvjax.core.spec import SlabSpec
 
 Page = dict[int, Any]
@@ -60,8 +60,10 @@ class PageContents:
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
         self.pages = Pages(manager.kv_cache_config.slabs)
-        self.num_copies = 0
+        self.num_copies = self.num_moved = 0
         self.encoders: set[str] = set()  # requests whose encoder runs with their first step
+        pairs = manager.kv_cache_config.idle_groups
+        self.idle, self.running_of = dict(pairs), {idle: running for running, idle in pairs}
 
     def run(self, writes: list[Writes]) -> None:
         """One step: does the manager's page edits, then writes."""
@@ -97,9 +99,11 @@ class PageContents:
         return (part.request.token_ids.tolist() + part.drafts)[: part.request.num_computed_tokens + part.count]
 
     def update_states(self, plan: StepPlan, parts: dict[int, Writes]) -> None:
-        """All reads, then all writes; a page that a request writes is read by no other."""
+        """All reads, then all writes, idle states moved around; a page that a request writes is read by no other."""
+        for moves in plan.idle_states:
+            self.move(moves.idle_pool, moves.running_pool, moves.loads, self.running_of)
         for group_id, group in enumerate(plan.groups):
-            if group.state_read is None or group.state_write is None:
+            if group.state_read is None or group.state_write is None or group_id in self.running_of:
                 continue
             writer: dict[int, int] = {}
             values: dict[int, Any] = {}
@@ -119,6 +123,16 @@ class PageContents:
                     assert writer.get(page, row) == row
             for page, value in values.items():
                 self.pages[group.pool_id, page] = {0: value}
+        for moves in plan.idle_states:
+            self.move(moves.running_pool, moves.idle_pool, moves.stores, self.idle)
+
+    def move(self, source_pool: int, destination_pool: int, copies: PageCopies, group_of: dict[int, int]) -> None:
+        """States to another pool, where they are those of another group."""
+        self.num_moved += copies.sources.size
+        assert len(set(copies.destinations.tolist())) == copies.destinations.size
+        read = [self.page(source_pool, page)[0] for page in copies.sources.tolist()]
+        for page, (group_id, *state) in zip(copies.destinations.tolist(), read, strict=True):
+            self.pages[destination_pool, page] = {0: (group_of[group_id], *state)}
 
     def edit(self) -> None:
         zeros = self.manager.take_pages_to_zero()
@@ -160,6 +174,8 @@ class PageContents:
         tokens = request.token_ids.tolist()
         for group_id, pool_id, manager, ids in self.groups_of(request):
             key = (group_id, request.cache_salt)
+            if group_id in self.running_of:
+                continue  # between ends of blocks nobody reads them
             if manager.reads_encoder:
                 assert all(self.page(pool_id, block_id) == {0: (*key, "encoder")} for block_id in ids)
             elif manager.holds_states:

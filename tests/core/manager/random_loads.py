@@ -157,6 +157,9 @@ class RandomLoads:
         request = self.waiting.pop() if self.waiting else self.new_request()
         hit, num_hit = self.manager.get_computed_blocks(request)
         num_external = self.some(0, request.num_tokens - 1 - num_hit) if self.rng.random() < 0.8 else 0
+        if self.setup.idle_groups:  # which have states where blocks end
+            num_external -= (num_hit + num_external) % self.manager.groups.alignment
+        num_external = max(num_external, 0)
         stop = num_hit + num_external
         waits = num_external > 0 and self.rng.random() < 0.7
         num_new = 0 if waits else self.cut(stop, request.num_tokens - stop)
@@ -218,7 +221,7 @@ class RandomLoads:
                 for position in range(load.first, self.num_lacking(load, manager)):
                     page = self.device.page(pool_id, ids[position // manager.block_size])
                     page.pop(position % manager.block_size, None)
-            else:
+            elif manager.is_prefix_cacheable:
                 state = (group_id, request.cache_salt, tuple(request.token_ids[: load.stop].tolist()))
                 self.device.pages[pool_id, self.device.page_of_state(request, group_id, load.stop)] = {0: state}
 

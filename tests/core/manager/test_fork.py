@@ -11,7 +11,7 @@ import pytest
 from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.core.step.step_builder import build_step_plan
 from kvjax.errors import UnknownRequestError
-from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, WINDOW, Setup
+from tests.core.manager.manager_lockstep import FULL, HYBRID, IDLE, SETUPS, WINDOW, Setup
 from tests.core.manager.naive_manager import MAX_ENCODER, NaiveGroup
 from tests.core.manager.page_contents import PageContents, Writes
 from tests.core.manager.random_forks import RandomForks
@@ -62,6 +62,16 @@ def test_everyone_reads_back_its_own_tokens(name: str, seed: int) -> None:
         for run in runs:
             run.step()
     assert runs[0].snapshots == runs[1].snapshots
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", IDLE)
+def test_states_that_are_cached_apart_come_back(name: str, seed: int) -> None:
+    """They are loaded into the page that a request runs on, and stored where blocks end."""
+    run = RandomForks(IDLE[name], seed, bulk=bool(seed % 2), options=OPTIONS[seed % 2])
+    for _ in range(25):
+        run.step()
+    assert run.device.num_moved
 
 
 @pytest.mark.parametrize("name", SETUPS)

@@ -7,12 +7,13 @@ import pytest
 
 from kvjax.core import Request, build_step_plan
 from kvjax.errors import UnknownRequestError
-from tests.core.manager.manager_lockstep import IN_SLABS, SETUPS, Setup
+from tests.core.manager.manager_lockstep import IDLE, IN_SLABS, SETUPS, Setup
 from tests.core.manager.naive_manager import NaiveGroup
 from tests.core.manager.random_loads import RandomLoads
 
 LOADED = {name: setup for name, setup in SETUPS.items() if not any(g.cross for g in setup.groups) and setup.caching}
 LOADED |= {f"{name}_in_slabs": setup for name, setup in IN_SLABS.items()}
+LOADED |= {f"idle_{name}": setup for name, setup in IDLE.items()}
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 20))]
 INSIDE = ["full_coarse", "window", "window_1", "mla_window", "hybrid", "hybrid_pools", "full_chunked"]
 

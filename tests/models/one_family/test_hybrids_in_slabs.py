@@ -33,7 +33,7 @@ def small_engine(family: Family, share: float = 0.0, **settings: object) -> Reco
 
     So every number that nobody has written is NaN in any dtype.
     """
-    plan = plan_caches(loaded(family).config, engine_config(family), platform="cpu")[0]
+    plan = plan_caches(loaded(family).config, engine_config(family, **settings), platform="cpu")[0]
     assert plan.slabs is not None
     least = plan.slabs.least_slabs(plan.shape.needs(family.max_model_len, family.max_model_len, 128))
     memory_bytes = int(least * (1 + share)) * plan.slabs.bytes_per_slab

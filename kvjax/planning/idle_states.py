@@ -1,0 +1,84 @@
+"""Recurrent states that are only cached, in fewer bits than those that requests run on.
+
+Flow:    specs of all layers -> [with_idle_states] -> a running and an idle layer for each -> plan_kv_cache
+Source:  ARCHITECTURE.md, "Idle states"; what the device does with both: kvjax.device.pages.idle_states
+
+A recurrent layer `name` keeps its name for the states of running requests, one each, which nobody hits; a layer
+`name.idle` caches states at the ends of blocks: the same arrays, the last one as integers, and float32 scales behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import singledispatch
+
+from kvjax.core.kinds.mamba import MambaSpec
+from kvjax.core.kinds.unshared import RunningStateSpec
+from kvjax.core.spec import KVCacheGroupSpec, KVCacheSpec
+
+IDLE = ".idle"  # behind a layer's name
+IDLE_STATE_DTYPES = ("int8", "int16")
+
+
+def with_idle_states(specs: Mapping[str, KVCacheSpec], dtype: str) -> dict[str, KVCacheSpec]:
+    """The specs with two layers in place of each that caches recurrent states; others as they are.
+
+    Raises:
+        ValueError: `dtype` is not int8 or int16.
+    """
+    if dtype not in IDLE_STATE_DTYPES:
+        raise ValueError(f"expected idle states of {' or '.join(IDLE_STATE_DTYPES)}, got {dtype!r}")
+    split: dict[str, KVCacheSpec] = {}
+    for name, spec in specs.items():
+        split[name] = running(spec)
+        if split[name] is not spec:
+            split[name + IDLE] = idle(spec, dtype)
+    return split
+
+
+@singledispatch
+def running(spec: KVCacheSpec) -> KVCacheSpec:
+    """What a request keeps of a layer whose states are cached apart; the spec itself where nothing is."""
+    return spec
+
+
+@running.register
+def _(spec: MambaSpec) -> KVCacheSpec:
+    if spec.mamba_cache_mode != "align":
+        return spec
+    own = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return RunningStateSpec(**own | {"mamba_cache_mode": "none"})
+
+
+@singledispatch
+def idle(spec: KVCacheSpec, dtype: str) -> KVCacheSpec:
+    """What is cached of such a layer."""
+    raise NotImplementedError(f"{spec.kind} has no idle states")
+
+
+@idle.register
+def _(spec: MambaSpec, dtype: str) -> KVCacheSpec:
+    heads = spec.shapes[-1][0]
+    shapes, dtypes = (*spec.shapes, (heads,)), (*spec.dtypes[:-1], dtype, "float32")
+    return replace(spec, shapes=shapes, dtypes=dtypes, page_size_padded=None)
+
+
+def idle_groups_of(groups: Sequence[KVCacheGroupSpec]) -> tuple[tuple[int, int], ...]:
+    """(running group, idle group) of layers that `with_idle_states` split.
+
+    Raises:
+        NotImplementedError: running and idle layers are grouped in different ways.
+    """
+    by_names = {group.layer_names: group_id for group_id, group in enumerate(groups)}
+    pairs = []
+    for idle_id, group in enumerate(groups):
+        if all(name.endswith(IDLE) for name in group.layer_names):
+            names = tuple(name.removesuffix(IDLE) for name in group.layer_names)
+            if names not in by_names:
+                raise NotImplementedError(f"expected a group of the layers {names} for their idle states, got none")
+            pairs.append((by_names[names], idle_id))
+    return tuple(pairs)
+
+
+__all__ = ["IDLE_STATE_DTYPES", "idle_groups_of", "with_idle_states"]
