@@ -42,9 +42,13 @@ class Deployment:
     prefill_context_parallel: int | None = None
     hybrid: bool | None = None
     one_memory: bool | None = None
+    idle_state_dtype: str | None = None
 
 
-_TYPES: dict[str, type] = {"model": str, "dtype": str, "platform": str, "hybrid": bool, "one_memory": bool}
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("model", "dtype", "platform", "idle_state_dtype"), str),
+    **dict.fromkeys(("hybrid", "one_memory"), bool),
+}
 _MEMORY_KEY = "memory"  # in TOML: a number of bytes or a text such as "56GiB"
 
 

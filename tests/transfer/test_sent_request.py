@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import chex
 import jax
 import numpy as np
 import pytest
 
 from kvjax.device import Placement
+from kvjax.planning import plan_kv_cache, with_idle_states
 from kvjax.transfer import PageReader, PageWriter, RequestPages
 from tests.transfer.worlds import WINDOW, Dense, config_of, nan_pages, specs, tables, written
 
@@ -98,3 +101,12 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
     with pytest.raises(ValueError, match="expected 0 <= first < stop, got tokens 4 to 4"):
         RequestPages(request.tables, 4, 4)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(pages))
+
+
+def test_idle_states_are_not_sent() -> None:
+    """A request is sent where it ends, and they end where blocks do."""
+    layers = {"full": specs(4)["full"], "states": replace(specs(4)["states"], mamba_cache_mode="align")}
+    config = plan_kv_cache(with_idle_states(layers, "int8"), max_model_len=16, num_blocks=20).config
+    for one in (PageReader, PageWriter):
+        with pytest.raises(NotImplementedError, match="plan without idle_state_dtype"):
+            one(config, Placement.create())

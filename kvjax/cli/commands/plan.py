@@ -15,10 +15,10 @@ from kvjax.cli.options.replay import add_load_arguments, add_reading_arguments, 
 from kvjax.cli.options.types import int_list, positive_int
 from kvjax.cli.running.output_files import output_file
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
-from kvjax.core import KVCacheManager
+from kvjax.core import KVCacheManager, KVCacheSpec
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
+from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache, with_idle_states
 from kvjax.planning.load import USUAL_RUNNING, USUAL_TOKENS
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
@@ -38,6 +38,7 @@ SETTINGS = (
     "data_parallel",
     "hybrid",
     "one_memory",
+    "idle_state_dtype",
 )
 
 
@@ -144,9 +145,14 @@ def _longest(model: ModelConfig, deployment: Deployment) -> int:
     return _shape(model, deployment).longest_request(deployment.memory_bytes, model.max_model_len, in_flight) or 1
 
 
+def _specs(model: ModelConfig, deployment: Deployment) -> dict[str, KVCacheSpec]:
+    specs = model.kv_cache_specs(deployment.block_size, deployment.dtype)
+    return specs if deployment.idle_state_dtype is None else with_idle_states(specs, deployment.idle_state_dtype)
+
+
 def _shape(model: ModelConfig, deployment: Deployment) -> CacheShape:
     return CacheShape.of(
-        model.kv_cache_specs(deployment.block_size, deployment.dtype),
+        _specs(model, deployment),
         platform=deployment.platform or "gpu",
         parallel=_parallel(deployment),
         hybrid=deployment.hybrid is not False,
@@ -190,7 +196,7 @@ def _plan(model: ModelConfig, deployment: Deployment, load: Load | None) -> KVCa
     if deployment.memory_bytes is None and deployment.num_blocks is None:
         raise ConfigError("expected --memory or --num-blocks, got none")
     return plan_kv_cache(
-        model.kv_cache_specs(deployment.block_size, deployment.dtype),
+        _specs(model, deployment),
         max_model_len=deployment.max_model_len or model.max_model_len,
         memory_bytes=deployment.memory_bytes,
         num_blocks=deployment.num_blocks,

@@ -22,6 +22,7 @@ from kvjax.cli.options.types import (
 )
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.hashing.block_hash import ALGORITHMS
+from kvjax.planning.idle_states import IDLE_STATE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ OPTIONS = {
         "kinds of layers whose pages differ in size share the memory, or have a part each (default: they share it, "
         "where the policy allows it and nothing says how to split)",
         is_either=True,
+    ),
+    "idle_state_dtype": Option(
+        "of recurrent states that are only cached, with a scale a head (default: as requests run on them)",
+        choices=IDLE_STATE_DTYPES,
     ),
     "hash_algorithm": Option("of block hashes", choices=ALGORITHMS),
     "eviction_policy": Option("which free block to use next", "--policy", choices=EVICTION_POLICIES),

@@ -12,8 +12,9 @@ from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.cli.options.rules import add_rules_argument, release_of
 from kvjax.cli.options.types import positive_int
 from kvjax.configs import known_models, load_model_config
+from kvjax.core import KVCacheSpec
 from kvjax.errors import ConfigError
-from kvjax.planning import Load
+from kvjax.planning import Load, with_idle_states
 from kvjax.replay import (
     REPLAY_POLICIES,
     WORKLOADS,
@@ -115,6 +116,7 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(size, "num_blocks", help="usable blocks, the null block not counted")
     add_load_arguments(group, "what the trace says")
     add_option(group, "dtype", default=None)
+    add_option(group, "idle_state_dtype", default=None)
     add_fields(group, ReplayConfig, *CACHE)
     add_option(
         group,
@@ -196,6 +198,16 @@ def tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:
     return None
 
 
+def specs_of(args: argparse.Namespace, model: str) -> dict[str, KVCacheSpec]:
+    """The cache of every layer of a model.
+
+    Raises:
+        ConfigError: a bad model.
+    """
+    specs = load_model_config(model).kv_cache_specs(args.block_size, args.dtype)
+    return specs if args.idle_state_dtype is None else with_idle_states(specs, args.idle_state_dtype)
+
+
 def config_of(args: argparse.Namespace) -> ReplayConfig:
     """The cache and its speed, of one replica.
 
@@ -204,7 +216,7 @@ def config_of(args: argparse.Namespace) -> ReplayConfig:
     """
     sizes = read_fields(args, ReplayConfig, "memory_bytes", "num_blocks") or {"memory_bytes": DEFAULT_MEMORY_BYTES}
     return ReplayConfig(
-        specs=load_model_config(args.model).kv_cache_specs(args.block_size, args.dtype),
+        specs=specs_of(args, args.model),
         load=load_of_arguments(args),
         release=release_of(args, CACHING_RULES),
         **sizes,

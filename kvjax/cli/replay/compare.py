@@ -18,12 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import kvjax
-from kvjax.cli.options.replay import config_of
+from kvjax.cli.options.replay import config_of, specs_of
 from kvjax.cli.options.types import byte_size
 from kvjax.cli.replay.replicas import first_given
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.running.progress import progress
-from kvjax.configs import load_model_config
 from kvjax.errors import ConfigError, MemoryBudgetError
 from kvjax.replay import ReplayConfig, TraceRequest, write_trace
 from kvjax.replay.compare import BATCHES, BOUNDS, FREE_EXCHANGE, RUNS, SERIAL, bound_hits, replay_hits
@@ -107,10 +106,7 @@ def run_compare(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> int:
         ConfigError: a bad model, or a command beside that fails.
     """
     models = args.compare_defaults.split(",")
-    configs = {
-        model: replace(config_of(args), specs=load_model_config(model).kv_cache_specs(args.block_size, args.dtype))
-        for model in dict.fromkeys(models)
-    }
+    configs = {model: replace(config_of(args), specs=specs_of(args, model)) for model in dict.fromkeys(models)}
     sizes = args.memory_sizes or _sizes(DEFAULT_SIZES)
     table = Cells([(model, size) for model in configs for size in sizes], _settings(args), args.json)
     runs = [run for run in RUNS if run != BATCHES or not args.serial]

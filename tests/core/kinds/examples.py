@@ -19,7 +19,7 @@ from kvjax.core import (
     register_kv_cache_spec,
 )
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
-from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
+from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec, RunningStateSpec
 from kvjax.core.tables.ints_or_arrays import IntOrArray
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
@@ -93,6 +93,7 @@ EXAMPLES: dict[str, KVCacheSpec] = {
     "mamba_align": MambaSpec(block_size=4, mamba_cache_mode="align", **STATE),
     "mamba_drafts": MambaSpec(block_size=2, mamba_cache_mode="align", num_speculative_blocks=2, **STATE),
     "buffer": RequestBufferSpec(block_size=4, num_bytes=12),
+    "running": RunningStateSpec(block_size=4, num_speculative_blocks=1, **STATE),
     "mla_window_replayed": ReplayedWindowMLASpec(block_size=2, sliding_window=5, **LATENT),
     "own": HalfAttentionSpec(block_size=2, **HEADS),
     "own_recurrent": DeltaRuleSpec(

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.core.pool.page_edits import PageCopies
+from kvjax.core.step.step_plan import IdleStateMoves
 from kvjax.device.mesh import processes
 from kvjax.engine import EngineConfig
 from kvjax.engine.step.agreement import Agreement, describe, settings_of
@@ -124,6 +126,15 @@ def test_what_a_step_samples_is_compared_too() -> None:
     assert describe(step) == describe(replace(step))
     assert describe(step) != describe(replace(step, sampling=hotter))
     assert describe(step).endswith("(1 requests, 3 tokens)")
+
+
+def test_states_that_change_pools_are_compared_too() -> None:
+    step = engine_of([[1, 2, 3]]).loop.begin_step()
+    assert step is not None
+    pages = [np.array([page], np.int32) for page in (1, 2, 3)]
+    moves = [IdleStateMoves(0, 1, PageCopies(pages[0], page), PageCopies(pages[0], pages[0])) for page in pages[1:]]
+    told = [describe(replace(step, plan=replace(step.plan, idle_states=(one,)))) for one in (moves[0], *moves)]
+    assert told[0] == told[1] != told[2] != describe(step)
 
 
 def test_other_settings_are_refused() -> None:
