@@ -26,7 +26,7 @@ from tests.core.kinds.contract_world import MAX_MODEL_LEN, World
 from tests.core.kinds.examples import EXAMPLES
 from tests.plain_lru import PLAIN_LRU
 
-NEVER_CACHED = ("cross", "mamba_none", "buffer", "mla_window_replayed")
+NEVER_CACHED = ("cross", "mamba_none", "buffer", "running", "mla_window_replayed")
 CACHEABLE = {name: spec for name, spec in EXAMPLES.items() if name not in NEVER_CACHED}
 every_kind = pytest.mark.parametrize("spec", EXAMPLES.values(), ids=EXAMPLES)
 every_cacheable_kind = pytest.mark.parametrize("spec", CACHEABLE.values(), ids=CACHEABLE)

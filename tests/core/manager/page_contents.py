@@ -179,7 +179,10 @@ class PageContents:
             if manager.reads_encoder:
                 assert all(self.page(pool_id, block_id) == {0: (*key, "encoder")} for block_id in ids)
             elif manager.holds_states:
-                assert self.state(request, group_id, computed) == (*key, tuple(tokens[:computed]))
+                if computed == self.manager.request_table.num_start_tokens[request.row]:  # its first step is to load it
+                    group_id = self.idle.get(group_id, group_id)
+                state = (group_id, request.cache_salt, tuple(tokens[:computed]))
+                assert self.state(request, group_id, computed) == state
             else:
                 for position in range(manager.get_num_skipped_tokens(computed), computed):
                     slot = self.page(pool_id, ids[position // manager.block_size]).get(position % manager.block_size)
