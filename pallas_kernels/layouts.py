@@ -72,6 +72,11 @@ def lane_pieces(head_dim: int) -> int:
     return cdiv(head_dim, TPU_LANES)
 
 
+def slab_rows(rows: int, *, on_tpu: bool) -> int:
+    """Rows of 128 words of a slab whose pages take so many: on TPU whole tiles, so that none ends within one."""
+    return cdiv(rows, TPU_SUBLANES) * TPU_SUBLANES if on_tpu else rows
+
+
 def tokens_per_row(num_kv_heads: int, packing: int) -> int:
     """Tokens of one device's packed pages that share a row of words of `packing` numbers each."""
     return max(1, packing // (2 * num_kv_heads))
@@ -110,9 +115,9 @@ class PageLayout:
         return sum(array.page_bytes for array in self.arrays)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one page whose arrays begin with rows of 128 words, as they do in slabs."""
-        return sum(cdiv(array.page_bytes, ROW_BYTES) * ROW_BYTES for array in self.arrays)
+    def rows(self) -> int:
+        """Rows of 128 words of one page in slabs: each of its arrays begins with one."""
+        return sum(cdiv(array.page_bytes, ROW_BYTES) for array in self.arrays)
 
     @property
     def platform(self) -> str:

@@ -30,7 +30,7 @@ class LayerPages:
     layer_names: tuple[str, ...]
     real_page_bytes: int  # without padding
     page_bytes: int
-    row_bytes: int  # of a page in slabs
+    rows: int  # of 128 words, of a page in slabs
 
     @classmethod
     def of_group(cls, group: LayerGroup, platform: str, parallel: Parallelism) -> tuple[LayerPages, ...]:
@@ -41,7 +41,7 @@ class LayerPages:
         local = {spec: share_of_page(per_device(spec, parallel.tensor), parallel.page_context) for spec in names}
         layouts = {spec: local[spec].page_layout(platform) for spec in names}
         return tuple(
-            cls(spec, tuple(members), local[spec].page_size_bytes, layouts[spec].page_bytes, layouts[spec].row_bytes)
+            cls(spec, tuple(members), local[spec].page_size_bytes, layouts[spec].page_bytes, layouts[spec].rows)
             for spec, members in names.items()
         )
 

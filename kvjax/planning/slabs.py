@@ -6,10 +6,12 @@ Layer i of every group lies in column i, and a slab is a stretch of each column.
 layers: as many as the pool with the fewest, by which groups of other pools are cut. A slab of a column is as many bytes
 as waste least:
 
-    bytes of a slab = k * (bytes of a page of some pool), from the largest page up to twice of it, on TPU whole tiles
-    waste           = the share of a slab that whole blocks leave, weighed by the bytes of each pool that a load keeps
+    rows of a slab = k * (rows of a page of some pool), from the largest page up to twice of it, on TPU whole tiles
+    waste          = the share of a slab that whole blocks leave, weighed by the bytes of each pool that a load keeps
 
-and of sizes that waste nearly as little the smallest: it changes hands most easily.
+Of sizes that waste nearly as little, those come first that the smallest pages fill to the last row. Their pool has the
+most pages, which kernels then find by their numbers alone: GPU kernels want pages that begin with whole blocks of
+tokens, and a TPU's need no tables of rows. Of these the smallest comes first: it changes hands most easily.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kvjax.planning.shape import CacheShape
 from kvjax.planning.sizing import PoolNeed
 from kvjax.planning.summary import KeptCache
 from kvjax.text import format_bytes
-from pallas_kernels.layouts import ROW_BYTES, TPU_SUBLANES
+from pallas_kernels.layouts import ROW_BYTES, slab_rows
 
 TOLERATED = 0.01  # waste beyond the least
 
@@ -42,11 +44,10 @@ class SlabShape:
     @classmethod
     def of(cls, shape: CacheShape, needs: Sequence[PoolNeed]) -> SlabShape:
         """The slabs that waste least; `needs` of each pool say what a load keeps."""
-        pages = [_column_bytes(shape, pool_id) for pool_id in range(shape.num_pools)]
-        largest = max(pages)
-        tile = ROW_BYTES * (TPU_SUBLANES if shape.platform == "tpu" else 1)
+        pages = [_page_rows(shape, pool_id) for pool_id in range(shape.num_pools)]
+        largest, smallest = max(pages), min(pages)
         sizes = {
-            cdiv(count * page, tile) * tile
+            slab_rows(count * page, on_tpu=shape.platform == "tpu")
             for page in pages
             for count in range(cdiv(largest, page), 2 * largest // page + 1)
         }
@@ -55,10 +56,13 @@ class SlabShape:
             size: sum(weight * _waste(size, page) for weight, page in zip(kept, pages, strict=True)) / sum(kept)
             for size in sizes
         }
-        best = min(size for size, waste in wastes.items() if waste <= min(wastes.values()) + TOLERATED)
+        good = [size for size, waste in wastes.items() if waste <= min(wastes.values()) + TOLERATED]
+        best = min(good, key=lambda size: (size % smallest > 0, size))
         num_columns = max(len(group.group.layer_names) for group in shape.groups)
         return cls(
-            tuple(best // page for page in pages), num_columns * best, tuple(_waste(best, page) for page in pages)
+            tuple(best // page for page in pages),
+            num_columns * best * ROW_BYTES,
+            tuple(_waste(best, page) for page in pages),
         )
 
     def spec_of(self, num_slabs: int) -> SlabSpec:
@@ -113,9 +117,9 @@ def common_columns(specs: Mapping[str, KVCacheSpec], platform: str, hybrid: bool
     return min(num_layers.values())
 
 
-def _column_bytes(shape: CacheShape, pool_id: int) -> int:
-    """Bytes of a page of one column."""
-    return max(part.row_bytes for group in shape.pool_groups(pool_id) for part in group.pages)
+def _page_rows(shape: CacheShape, pool_id: int) -> int:
+    """Rows of 128 words of a page of one column."""
+    return max(part.rows for group in shape.pool_groups(pool_id) for part in group.pages)
 
 
 def _waste(slab: int, page: int) -> float:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.mesh.placement import Placement
-from pallas_kernels.layouts import TPU_SUBLANES, ArrayLayout, PageLayout, cdiv
+from pallas_kernels.layouts import ArrayLayout, PageLayout, slab_rows
 from pallas_kernels.slab_pages import LANES, PlaceInSlab, SlabColumn, page_arrays, places_of
 
 # (k, v) split or (kv,) packed; each [num_blocks, *page_shape]. In slabs a `SlabColumn`, which passes for such a tuple.
@@ -171,9 +171,8 @@ def page_shapes(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages
     if pages.slabs is None or kv_cache_config.slabs is None:
         return replace(pages, arrays=array_shapes(kv_cache_config, placement))
     places = [place for pool in pages.slabs.places for column in pool for place in column]
-    rows = max(place.page_rows * place.blocks_per_slab for place in places)
-    if any(place.packs for place in places):  # a TPU's tiles have so many rows: else slabs end within one
-        rows = cdiv(rows, TPU_SUBLANES) * TPU_SUBLANES
+    filled = max(place.page_rows * place.blocks_per_slab for place in places)
+    rows = slab_rows(filled, on_tpu=any(place.packs for place in places))
     shape = (kv_cache_config.slabs.num_slabs * placement.num_data, rows * _devices_of_page(placement), LANES)
     memory = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=pages.slabs.sharding)
     return replace(pages, arrays=(memory,) * len(pages.arrays))
