@@ -21,7 +21,7 @@ import numpy as np
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.kept_columns import take_missing
-from kvjax.core.kinds.probation import forget_idle_copies, keep_checkpoint
+from kvjax.core.kinds.probation import forget_idle_copies, keep_checkpoint, put_on_probation
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.copy_on_write import CopyOnWrite
 from kvjax.core.manager.reservations import Reservations
@@ -209,6 +209,7 @@ class RowBlocks:
 
         What the row's other checkpoints need and it released before counts as used now, as its last blocks are. Idle
         blocks of the contents that the row computed again, since a checkpoint behind them was gone, are forgotten.
+        Blocks behind the longest hit that the row leaves are on probation.
         """
         managers, retention = self._groups.on_probation, self._groups.retention
         assert retention is not None  # it puts blocks on probation
@@ -223,6 +224,22 @@ class RowBlocks:
                 first, behind = need.columns_of(length)
                 if length not in own or first < manager.first_live.item(row):
                     keep_checkpoint(manager, row, hashes, first, behind)
+        self._doubt_tail(row)
+
+    def _doubt_tail(self, row: int) -> None:
+        """Puts full blocks on probation that no hit ends behind: a longer one needs those of a row that goes on there.
+
+        Only kinds that keep every token have such, where hits are multiples of more than their blocks.
+        """
+        retention, num_dropped = self._groups.retention, self._groups.num_dropped_tokens
+        assert retention is not None  # `keep_ends`
+        for manager in self._groups.cacheable:
+            if not manager.forgets and manager.block_size < retention.alignment:
+                num_cached = manager.num_cached_blocks.item(row)
+                longest = retention.end_of(num_cached * manager.block_size)
+                first = cdiv(longest + num_dropped, manager.block_size) if longest else 0
+                pool, tail = manager.block_pool, manager.block_tables[:, row, first:num_cached].ravel()
+                put_on_probation(pool, tail[(pool.ref_count[tail] == 1) & pool.is_hashed[tail]])
 
     def _forget_copies(self, request: Request, row: int) -> None:
         for manager in self._groups.cacheable:

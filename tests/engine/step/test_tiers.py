@@ -21,7 +21,7 @@ from tests.models.golden_models import goldens_of, model_folder
 
 HOST = 1 << 24
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
-MEMORY_BYTES = {"gemma3": 350_000, "jamba": 170_000}  # pools of a request or two
+MEMORY_BYTES = {"gemma3": 350_000, "jamba": 150_000}  # pools of a request or two
 
 
 @functools.cache
