@@ -4,7 +4,7 @@ Flow:    PromptTree, CacheCosts, bytes -> [free_exchange] -> hit tokens
 
 One prompt after another: looked up, computed, kept. A hit of n tokens needs every token before n, and a checkpoint at n
 of the kinds that forget. Checkpoints are kept at the end of every prompt, at the hit, where the prompt parts from what
-is cached, and at multiples of `CHECKPOINT_TOKENS` on probation: evicted before all else until they are hit.
+is cached, and at multiples of the tree's `checkpoint_tokens` on probation: evicted before all else until they are hit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from kvjax.replay.bounds.costs import CacheCosts, CheckpointBytes
-from kvjax.replay.bounds.pieces import CHECKPOINT_TOKENS, PromptTree
+from kvjax.replay.bounds.pieces import PromptTree
 
 
 def free_exchange(tree: PromptTree, costs: CacheCosts, memory_bytes: float) -> int:
@@ -58,7 +58,7 @@ class _Cache:
         """Keeps checkpoints behind so many pieces for good, and others at multiples on probation."""
         for num in range(max(own), min(own), -1):
             piece = path[num - 1]
-            if not self._tree.ends[piece] % CHECKPOINT_TOKENS and ~piece not in self._lasting:
+            if not self._tree.ends[piece] % self._tree.checkpoint_tokens and ~piece not in self._lasting:
                 self._keep(~piece, self._on_probation)
         for num in sorted(own - {0}):
             self._keep(~path[num - 1], self._lasting)

@@ -3,7 +3,7 @@
 Flow:    TraceRequest list -> [PromptTree.of] -> free_exchange, clairvoyant
 
 A hash id stands for a whole prefix. It is cut wherever a prompt ends, one token before (what that prompt can hit), and
-at multiples of `CHECKPOINT_TOKENS`:
+at multiples of `checkpoint_tokens`:
 
     hash ids     | 0 ........... | 1 ............ |
     a prompt     | ..................... |x|         x: its last token, which it computes
@@ -31,13 +31,14 @@ class PromptTree:
     paths: list[tuple[int, ...]]  # the pieces of each prompt
     num_hittable: list[int]  # of each prompt's pieces, those before its last token
     prompt_tokens: int  # of all prompts
+    checkpoint_tokens: int
 
     @classmethod
-    def of(cls, trace: Sequence[TraceRequest]) -> PromptTree:
+    def of(cls, trace: Sequence[TraceRequest], checkpoint_tokens: int = CHECKPOINT_TOKENS) -> PromptTree:
         """The tree of a trace."""
-        ends_of_id = _ends_by_id(trace)
+        ends_of_id = _ends_by_id(trace, checkpoint_tokens)
         numbers: dict[tuple[int, int], int] = {}  # (hash id, end) -> piece
-        tree = cls([], [], [], [], sum(request.input_length for request in trace))
+        tree = cls([], [], [], [], sum(request.input_length for request in trace), checkpoint_tokens)
         for request in trace:
             pieces = [
                 (hash_id, end)
@@ -69,7 +70,7 @@ class PromptTree:
         return 0 if parent == ROOT else self.ends[parent]
 
 
-def _ends_by_id(trace: Sequence[TraceRequest]) -> dict[int, list[int]]:
+def _ends_by_id(trace: Sequence[TraceRequest], checkpoint_tokens: int) -> dict[int, list[int]]:
     """Where the pieces of each hash id end, ascending, in tokens from the start of the prompt."""
     ends: dict[int, set[int]] = {}
     for request in trace:
@@ -78,7 +79,7 @@ def _ends_by_id(trace: Sequence[TraceRequest]) -> dict[int, list[int]]:
             start = index * size
             end = min(start + size, length)
             of_id = ends.setdefault(hash_id, set())
-            of_id.update(range(-(-(start + 1) // CHECKPOINT_TOKENS) * CHECKPOINT_TOKENS, end, CHECKPOINT_TOKENS))
+            of_id.update(range(-(-(start + 1) // checkpoint_tokens) * checkpoint_tokens, end, checkpoint_tokens))
             of_id.add(end)
             if end == length and end - 1 > start:
                 of_id.add(end - 1)

@@ -7,7 +7,6 @@ import pytest
 from kvjax.replay import TraceRequest
 from kvjax.replay.bounds import CacheCosts, PromptTree, free_exchange
 from kvjax.replay.bounds.infinite_cache import InfiniteCache
-from kvjax.replay.bounds.pieces import CHECKPOINT_TOKENS
 from kvjax.replay.requests.trace import cut_tails
 from tests.replay.bounds.naive_bytes import COSTS, checkpoint_bytes, state
 from tests.replay.random_traces import random_trace
@@ -44,7 +43,7 @@ def naive_hits(tree: PromptTree, costs: CacheCosts, memory_bytes: float) -> int:
             keep(("tokens", piece), lasting)
         if costs.forgetful:
             for piece in reversed(path[hit:num_hittable]):
-                if tree.ends[piece] % CHECKPOINT_TOKENS == 0 and ("checkpoint", piece) not in lasting:
+                if tree.ends[piece] % tree.checkpoint_tokens == 0 and ("checkpoint", piece) not in lasting:
                     keep(("checkpoint", piece), on_probation)
             for num in sorted({hit, shared, num_hittable} - {0}):
                 keep(("checkpoint", path[num - 1]), lasting)

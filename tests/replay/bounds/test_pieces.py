@@ -26,9 +26,12 @@ def test_two_prompts_share_the_pieces_that_hold_equal_prefixes(seed: int, hash_b
 
 
 @pytest.mark.parametrize("hash_block_size", [3, 64, 511, 512, 1_000])
-def test_pieces_end_where_prompts_end_a_token_before_and_at_checkpoints(hash_block_size: int) -> None:
+@pytest.mark.parametrize("checkpoint_tokens", [CHECKPOINT_TOKENS, 96])
+def test_pieces_end_where_prompts_end_a_token_before_and_at_checkpoints(
+    hash_block_size: int, checkpoint_tokens: int
+) -> None:
     trace = random_trace(1, 40, hash_block_size=hash_block_size)
-    tree = PromptTree.of(trace)
+    tree = PromptTree.of(trace, checkpoint_tokens)
     assert tree.prompt_tokens == sum(request.input_length for request in trace)
     for path, num_hittable, request in zip(tree.paths, tree.num_hittable, trace, strict=True):
         ends = [tree.ends[piece] for piece in path]
@@ -36,7 +39,7 @@ def test_pieces_end_where_prompts_end_a_token_before_and_at_checkpoints(hash_blo
         assert [tree.parents[piece] for piece in path] == [ROOT, *path[:-1]]
         assert sum(tree.size(piece) for piece in path) == ends[-1] == request.input_length
         assert [0, *ends][num_hittable] == request.input_length - 1
-        assert set(range(CHECKPOINT_TOKENS, request.input_length, CHECKPOINT_TOKENS)) <= set(ends)
+        assert set(range(checkpoint_tokens, request.input_length, checkpoint_tokens)) <= set(ends)
 
 
 def test_a_prompt_of_one_token_can_hit_nothing() -> None:
