@@ -7,16 +7,18 @@ from itertools import product
 from math import inf
 
 Block = tuple[int, int]  # pool, block
+LASTING = 1 << 30  # above the ranks of all blocks on probation
 
 
 @dataclass
 class NaivePool:
-    """Free blocks in order, of which the last ones may be young: released in this step."""
+    """Free blocks in order, of which some may be young: released in this step."""
 
     blocks_per_slab: int
     blank: list[int] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)  # in order of their ranks
     young: set[int] = field(default_factory=set)
+    on_probation: set[int] = field(default_factory=set)  # free or held
     num_grown: int = 0
     num_ahead: int = 0
 
@@ -82,14 +84,26 @@ class NaiveSlabs:
             pool.young.add(block)
             if block not in hashed:
                 pool.blank.append(block)
-        for block in blocks:
-            if block in hashed:
-                pool.cached.append(block)
-                self.ranks[p, block] = self.now
-                self.now += 1
+        self.rank(p, [block for block in blocks if block in hashed])
 
     def touch(self, p: int, blocks: list[int]) -> None:
         self.remove(p, blocks)
+        self.pools[p].on_probation -= set(blocks)
+
+    def doubt(self, p: int, blocks: list[int]) -> None:
+        """Held blocks are on probation."""
+        self.pools[p].on_probation |= set(blocks)
+
+    def keep(self, p: int, blocks: list[int]) -> None:
+        """They are on probation no more; free ones count as used now, those that lasted first."""
+        pool = self.pools[p]
+        free = [block for block in blocks if block in pool.cached]
+        free.sort(key=pool.on_probation.__contains__)
+        pool.on_probation -= set(blocks)
+        if free:
+            pool.young.clear()
+            pool.cached = [block for block in pool.cached if block not in free]
+            self.rank(p, free)
 
     def step(self) -> None:
         for pool in self.pools:
@@ -104,15 +118,28 @@ class NaiveSlabs:
                 if len(pool.blank) < min(pool.num_ahead, most):
                     self.make_blank(p, min(4 * pool.num_ahead, most))
 
+    def evict(self, p: int, blocks: list[int]) -> None:
+        """Free or held, those that last first."""
+        self.forget(p, sorted(blocks, key=self.pools[p].on_probation.__contains__))
+
     def forget(self, p: int, blocks: list[int]) -> None:
         """Free cached blocks become blank."""
         pool = self.pools[p]
+        pool.on_probation -= set(blocks)
         found = [block for block in blocks if block in pool.cached]
         if found:
             pool.young.clear()
         for block in found:
             pool.cached.remove(block)
             pool.blank.append(block)
+
+    def rank(self, p: int, blocks: list[int]) -> None:
+        """Puts blocks among the cached free ones."""
+        pool = self.pools[p]
+        for block in blocks:
+            self.ranks[p, block] = self.now + LASTING * (block not in pool.on_probation)
+            self.now += 1
+        pool.cached = sorted([*pool.cached, *blocks], key=lambda block: self.ranks[p, block])
 
     # What it decides.
 
@@ -171,8 +198,8 @@ class NaiveSlabs:
 
     def take_away(self, p: int, slab: int) -> None:
         blocks = self.pools[p].blocks_of(slab)
-        self.forget(p, blocks)
         self.remove(p, blocks)
+        self.pools[p].on_probation -= set(blocks)
         del self.owner[slab]
         self.free_slabs.append(slab)
 

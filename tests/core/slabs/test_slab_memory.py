@@ -18,8 +18,9 @@ from kvjax.core.spec import SlabSpec
 from kvjax.errors import OutOfBlocksError
 from tests.core.slabs.naive_slabs import NaiveSlabs
 
-SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(6, 100))]
-CALLS = 300
+NUM_QUICK = 6  # seeds; those of the sweep make a million calls in lock step
+SEEDS = [*range(NUM_QUICK), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(NUM_QUICK, 100))]
+CALLS, CALLS_OF_SWEEP = 300, 1_600
 AHEAD = 4
 
 
@@ -50,7 +51,7 @@ class World:
 
     def call(self) -> None:
         p = self.some(0, len(self.pools) - 1)
-        actions = [self.take, self.take, self.take, self.free, self.free, self.touch, self.evict, self.step]
+        actions = [self.take] * 4 + [self.free] * 3 + [self.touch, self.evict, self.step, self.doubt, self.keep]
         actions[self.some(0, len(actions) - 1)](p)
 
     def take(self, p: int) -> None:
@@ -101,8 +102,21 @@ class World:
     def evict(self, p: int) -> None:
         hashed = np.flatnonzero(self.pools[p].is_hashed)
         ids = self.rng.permutation(hashed)[:2]
-        self.naive.forget(p, sorted(ids.tolist()))
+        self.naive.evict(p, sorted(ids.tolist()))
         self.pools[p].evict_blocks(np.sort(ids))
+
+    def doubt(self, p: int) -> None:
+        """Some of the blocks that are held and hashed."""
+        hashed = [block for block in self.held[p] if self.pools[p].is_hashed[block]]
+        ids = self.rng.permutation(hashed).astype(np.int64)[: len(hashed) // 2]
+        self.pools[p].eviction_policy.note_probation(ids)
+        self.naive.doubt(p, ids.tolist())
+
+    def keep(self, p: int) -> None:
+        """Some of all that are hashed."""
+        ids = self.rng.permutation(np.flatnonzero(self.pools[p].is_hashed))[:3]
+        self.pools[p].eviction_policy.note_lasting(ids)
+        self.naive.keep(p, ids.tolist())
 
     def step(self, p: int) -> None:
         for pool in self.pools:
@@ -119,7 +133,7 @@ class World:
             assert set(pool.eviction_policy.order().tolist()) == naive.free
             assert np.flatnonzero(pool.ref_count).tolist() == sorted(held)
             free_and_hashed = [b for b in pool.eviction_policy.order().tolist() if pool.is_hashed[b]]
-            assert sorted(free_and_hashed) == sorted(naive.cached)
+            assert free_and_hashed == [*naive.old(naive.cached), *(b for b in naive.cached if b in naive.young)]
             assert pool.num_usable_blocks - pool.num_free_blocks == len(held)
 
 
@@ -143,7 +157,7 @@ def test_in_lock_step_with_lists(shape: Any, seed: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(WholeSlabs, "oldest", look_at_all)
     monkeypatch.setattr(whole_slabs, "NOTED", 1)
     world = World(*shape, seed)
-    for _ in range(CALLS):
+    for _ in range(CALLS if seed < NUM_QUICK else CALLS_OF_SWEEP):
         world.call()
         world.compare()
 
