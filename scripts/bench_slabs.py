@@ -8,7 +8,8 @@ Flow:    made-up load -> SlabMemory over two pools | LRU over bytes, with one bu
 A page is 16 tokens of Qwen3-Next's 12 layers of attention, 393,216 bytes; a checkpoint is the states of 36 layers in
 three slabs of 34 pages. Requests come one at a time: half are turns of sessions, which begin with one system prompt and
 leave a checkpoint where it ends, where the turn before ended, and where they end; then come questions on documents of
-600 to 4,000 pages. A request hits its longest prefix that has all pages and a checkpoint.
+600 to 4,000 pages. A request hits its longest prefix that has all pages and a checkpoint, and leaves checkpoints from
+where its cached pages end.
 
 *Free exchange* evicts by LRU over bytes: no memory of fixed pages does better under LRU. *Best split* is the best of 19
 fixed shares. Times are means: us a page that is allocated, evictions included, and us a checkpoint, beside the same
@@ -82,7 +83,7 @@ class Exchange:
         has_state = [n for n in turn.lengths if n <= shared and (1, turn.pages[n - 1]) in states]
         hit = max(has_state, default=0)
         for n in turn.lengths:
-            if n == hit or n > shared or n == len(turn.pages):
+            if n == hit or n >= shared or n == len(turn.pages):
                 self._keep(-1, (1, turn.pages[n - 1]), STATE_BYTES)
         for page in reversed(turn.pages):
             self._keep(0, (0, page), PAGE_BYTES)
@@ -138,7 +139,7 @@ class Pools:
             held.insert(0, self._take(self.pages, num_new, self.spent["page"], num_new)[::-1])
             self.pages.register_many(held[0][::-1], turn.pages[run.size :], 0)  # type: ignore[arg-type]
         for n in turn.lengths:
-            if (n > run.size or n == len(turn.pages)) and self._state(turn, n) is None:
+            if (n >= run.size or n == len(turn.pages)) and self._state(turn, n) is None:
                 states.append(self._take(self.states, SLABS_PER_CHECKPOINT, self.spent["checkpoint"], 1))
                 self.states.register_many(states[-1], _names(turn, n), 0)  # type: ignore[arg-type]
         self.states.free_blocks(np.concatenate(states) if states else [])

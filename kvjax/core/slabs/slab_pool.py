@@ -70,7 +70,11 @@ class SlabPool:
 
     def is_whole(self, slab: int) -> bool:
         """Whether the pool has the slab, and holds no block of it."""
-        return self.memory.owner.item(slab) == self.number and not np.count_nonzero(self.ref_counts[slab])
+        if self.memory.owner.item(slab) != self.number:
+            return False
+        return not np.count_nonzero(
+            self.pool.ref_count[slab * self.blocks_per_slab : (slab + 1) * self.blocks_per_slab]
+        )
 
     def blocks_of(self, slabs: Sequence[int]) -> np.ndarray:  # int64[slabs * blocks_per_slab]
         """The blocks of slabs, one slab after another."""

@@ -59,7 +59,7 @@ class WholeSlabs:
         ranks = self._of.policy.ranks.reshape(-1, self._size)[whole].max(1, initial=0)
         count = min(max(whole.size // NOTED, 8), whole.size)
         if count < whole.size:
-            oldest = np.argpartition(ranks, count)[:count]
+            oldest = ranks <= np.partition(ranks, count)[count]
             whole, ranks = whole[oldest], ranks[oldest]
         order = np.lexsort((whole, ranks))[::-1]
         self._noted = list(zip(whole[order].tolist(), ranks[order].tolist(), strict=True))
@@ -68,7 +68,7 @@ class WholeSlabs:
         """`UNKNOWN`: some block is held, or not the pool's."""
         if not self._of.is_whole(slab):
             return UNKNOWN
-        return int(self._of.policy.ranks[slab * self._size : (slab + 1) * self._size].max())
+        return int(np.maximum.reduce(self._of.policy.ranks[slab * self._size : (slab + 1) * self._size]))
 
 
 __all__ = ["HELD", "UNKNOWN", "WholeSlabs"]
