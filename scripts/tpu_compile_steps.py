@@ -1,10 +1,11 @@
-"""Compiles a step of every family of models for a TPU v6e 2x2, on a machine without a TPU: are the pages in place?
+"""Compiles a step of every family of models for TPUs, on a machine without one: are the pages in place?
 
     python scripts/tpu_compile_steps.py                     every family, some minutes each
     python scripts/tpu_compile_steps.py --model mixtral-8x7b --json steps.json
     python scripts/tpu_compile_steps.py --one-memory        families with recurrent layers, all pools in slabs
+    python scripts/tpu_compile_steps.py --chip v7x --shards 1    not v6e 2x2, but one chip of another kind
 
-The model is of real sizes with its first layers only, one of each kind at least, tensor parallel over four chips. Each
+The model is of real sizes with its first layers only, one of each kind at least, tensor parallel over `--shards`. Each
 step compiles in a process of its own (`scripts/lab/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit status:
 0, or 1 where a step does not compile, or pages are copied or not aliased.
 """
@@ -25,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.lab.tpu.chips import ENVIRONMENT
+from scripts.lab.tpu.chips import CHIPS, ENVIRONMENT
 from scripts.lab.tpu.compiler import ROOT
 
 # A shipped config of each family that runs, and the first layers that have every kind of layer among them.
@@ -52,7 +53,7 @@ STEPS = {
     "kimi-linear-48b-a3b": 4,
     "nemotron-3-nano-30b-a3b": 6,
 }
-# Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as those of a deployment.
+# Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as those of a deployment on four chips.
 BLOCKS = {
     "deepseek-v4-flash": 65_536,
     "jamba-1.5-mini": 8192,
@@ -62,16 +63,19 @@ BLOCKS = {
     "nemotron-3-nano-30b-a3b": 4096,
 }
 HYBRIDS = [model for model in BLOCKS if model != "deepseek-v4-flash"]  # states and tokens
-# Chips that share the heads. A quarter of Granite's channels is no multiple of 128, as its convolution wants them.
+# Chips that share the heads at most. A quarter of Granite's channels is no multiple of 128, as its convolution wants.
 SHARDS = {"granite-4.0-h-small": 2}
 
 
-def compile_step(model: str, num_layers: int, timeout_s: float, flags: Sequence[str] = ()) -> dict[str, Any]:
+def compile_step(
+    model: str, num_layers: int, timeout_s: float, flags: Sequence[str] = (), chip: str = "v6e", shards: int = 4
+) -> dict[str, Any]:
     """The report of one step, or what went wrong."""
-    command = [sys.executable, "-m", "scripts.lab.engine_step", "v6e", model, "--layers", str(num_layers)]
-    command += ["--blocks", str(BLOCKS[model])] if model in BLOCKS else []
-    command += ["--shards", str(SHARDS[model])] if model in SHARDS else []
-    command += flags
+    command = [sys.executable, "-m", "scripts.lab.engine_step", chip, model, "--layers", str(num_layers)]
+    most = SHARDS.get(model, 4)
+    num_shards = min(shards, most)
+    command += ["--blocks", str(BLOCKS[model] * num_shards // most)] if model in BLOCKS else []
+    command += ["--shards", str(num_shards), *flags]
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -113,17 +117,20 @@ def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where a step is not in place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=sorted(STEPS), help="repeatable; default: all")
+    parser.add_argument("--chip", choices=sorted(CHIPS), default="v6e", help="default: v6e")
+    parser.add_argument("--shards", type=int, choices=(1, 2, 4), default=4, help="chips that share heads; default: 4")
     parser.add_argument("--one-memory", action="store_true", help="pools of unlike pages share their memory")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="of one step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the reports go")
     options = parser.parse_args(arguments)
     reports = []
-    print(f"libtpu {version('libtpu')}, jax {version('jax')}, v6e 2x2", flush=True)
+    print(f"libtpu {version('libtpu')}, jax {version('jax')}, {options.chip}, {options.shards} chips", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         flags = ["--one-memory"] if options.one_memory else []
         models = options.model or [model for model in STEPS if not flags or model in HYBRIDS]
-        for report in pool.map(lambda model: compile_step(model, STEPS[model], options.timeout, flags), models):
+        where = options.timeout, flags, options.chip, options.shards
+        for report in pool.map(lambda model: compile_step(model, STEPS[model], *where), models):
             reports.append(report)
             print(line(report), flush=True)
     if options.json:

@@ -230,7 +230,7 @@ class StepPlanner:
 
     def _allocate(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]], updates: Updates) -> None:
         """Allocates the new blocks of one pool's managers at once and gives each row its own."""
-        managers, runs, groups, num_new = [], [], [], 0
+        managers, runs, groups, num_new, num_grown = [], [], [], 0, 0
         for i, num_groups in of_pool:
             needed = work.changes[i].needed
             if needed.num_columns:
@@ -238,11 +238,12 @@ class StepPlanner:
                 runs.append(needed)
                 groups.append(num_groups)
                 num_new += needed.num_columns * num_groups
+                num_grown += needed.positions.size * num_groups
         if not runs:
             return
         shares = split(pool.get_new_blocks(num_new), runs, groups, work.rows.size)
         if pool.slabs is not None:
-            pool.slabs.note_growth(sum(run.positions.size * count for run, count in zip(runs, groups, strict=True)))
+            pool.slabs.note_growth(num_grown)
         for manager, run, block_ids in zip(managers, runs, shares, strict=True):
             rows, columns = run.entries()
             rows, columns, block_ids = manager.attach(rows, columns, block_ids)

@@ -41,7 +41,7 @@ from kvjax.errors import InvariantError
 
 FREE, NULL = -1, -2
 AHEAD = 256  # of a pool's blocks one of so many may be blank before it is needed
-STEPS_AHEAD = 2  # that blocks are made blank for at once
+STEPS_AHEAD = 8  # that blocks are made blank for at once
 
 
 class SlabCount(NamedTuple):
@@ -147,7 +147,7 @@ class SlabMemory:
     def note_step_planned(self) -> None:
         """Makes blocks of each pool blank for the next step: half as many more as rows grew by one in the last ones.
 
-        Where there are fewer, then for two steps at once.
+        Where there are fewer, then for several steps at once.
         """
         self.owed = [0] * len(self.pools)
         for each in self.pools:

@@ -32,15 +32,11 @@ class SlabPool:
         self.memory = memory
         self.number = number  # among the memory's pools
         self.pool = pool
+        self.policy = cast(RankedPolicy, pool.eviction_policy)
         self.blocks_per_slab = blocks_per_slab
         self._offsets = np.arange(blocks_per_slab)
         self.num_grown = 0  # running rows and groups that took blocks since a step was planned
         self.num_ahead = 0  # blocks that the next step may take
-
-    @property
-    def policy(self) -> RankedPolicy:
-        """Of the pool."""
-        return cast(RankedPolicy, self.pool.eviction_policy)
 
     @property
     def ref_counts(self) -> np.ndarray:  # int32[num_slabs, blocks_per_slab]

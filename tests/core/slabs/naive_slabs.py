@@ -116,7 +116,7 @@ class NaiveSlabs:
                 num_free = len(pool.free) + num_slabs * pool.blocks_per_slab
                 most = num_free // self.ahead
                 if len(pool.blank) < min(pool.num_ahead, most):
-                    self.make_blank(p, min(2 * pool.num_ahead, most))
+                    self.make_blank(p, min(8 * pool.num_ahead, most))
 
     def evict(self, p: int, blocks: list[int]) -> None:
         """Free or held, those that last first."""
