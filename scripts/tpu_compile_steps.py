@@ -53,7 +53,7 @@ STEPS = {
     "kimi-linear-48b-a3b": 4,
     "nemotron-3-nano-30b-a3b": 6,
 }
-# Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as those of a deployment on four chips.
+# Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as on four chips of a deployment.
 BLOCKS = {
     "deepseek-v4-flash": 65_536,
     "jamba-1.5-mini": 8192,
