@@ -92,14 +92,14 @@ def test_attention_of_every_hybrid_fills_its_slabs(model: str, platform: str) ->
 
 
 @pytest.mark.parametrize("model", HYBRIDS)
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_devices_keep_slabs_as_planned_and_kernels_take_them(model: str, platform: str) -> None:
     """K, V and latents begin with whole blocks of tokens on a GPU, and are seen as arrays of pages on a TPU."""
     plan = plan_of(model, platform)
     assert plan.slabs is not None
     pages = page_shapes(plan.config, Placement.create())
-    rows = {column.shape[1] for column in pages.arrays}
-    assert rows == {plan.slabs.bytes_per_slab // len(pages.arrays) // ROW}
+    assert pages.num_bytes == plan.used_bytes
+    assert {column.shape[1] for column in pages.arrays} == {plan.slabs.bytes_per_slab // len(pages.arrays) // ROW}
     for group in plan.shape.groups:
         if group.group.spec.forgets:
             continue
@@ -107,6 +107,6 @@ def test_devices_keep_slabs_as_planned_and_kernels_take_them(model: str, platfor
             assert isinstance(array, SlabArray)
             if platform == "gpu":
                 assert reason_of_places(array, array.ndim - 2, GPU_BLOCK) is None
-            else:
+            elif platform == "tpu":
                 assert reason_of_slabs(array) is None
                 assert array.memory.shape[1] == array.place.blocks_per_slab * array.place.page_rows
