@@ -105,8 +105,13 @@ class SlabShape:
 
 
 def common_columns(specs: Mapping[str, KVCacheSpec], platform: str, hybrid: bool) -> int | None:
-    """Layers of each group where pools share a memory; None: there is one pool, or one of unlike layers."""
+    """Layers of each group where pools share a memory; None: there is one pool, or one of unlike layers.
+
+    None too where all pools hold states: their layouts do not tell on which platform slabs are packed.
+    """
     groups = group_layers(specs, platform=platform, hybrid=hybrid)
+    if all(group.spec.state_pages is not None for group in groups):
+        return None
     if len({group.pool_id for group in groups}) == 1:
         return None
     if any(len({spec.page_layout(platform) for spec in group.layer_specs}) > 1 for group in groups):

@@ -150,6 +150,7 @@ def compile_step(
     block_size: int,
     num_context: int = 1,
     one_memory: bool = False,
+    idle_state_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Compiles a mixed step, and encoders and work on pages as done before one; the report of the step.
 
@@ -164,19 +165,21 @@ def compile_step(
     from flax import nnx
 
     from kvjax.device import Bucket, Buckets, Placement, make_update_step
+    from kvjax.device.pages.idle_states import loaded, move_states_padded, stored
     from kvjax.device.pages.kv_pages import page_shapes
     from kvjax.device.pages.page_ops import copy_pages_padded, zero_pages_padded
     from kvjax.engine.sampling.sampler import sample
     from kvjax.engine.sampling.sampling_table import SamplingTable
     from kvjax.models import ModelConfig, build_model
     from kvjax.models.sharding import param_sharding
-    from kvjax.planning import Parallelism, plan_kv_cache
+    from kvjax.planning import Parallelism, plan_kv_cache, with_idle_states
 
     config = ModelConfig.from_dict(config_of(model, num_layers))
     splits = config.splits_cache(num_shards)
     platform, devices = described(chip, num_context * num_shards)
+    specs = config.kv_cache_specs(max(block_size, config.default_block_size) * num_context, "bfloat16")
     options: dict[str, Any] = {
-        "specs": config.kv_cache_specs(max(block_size, config.default_block_size) * num_context, "bfloat16"),
+        "specs": specs if idle_state_dtype is None else with_idle_states(specs, idle_state_dtype),
         "max_model_len": 8192,
         "max_in_flight_tokens": num_tokens,
         "platform": platform,
@@ -235,13 +238,20 @@ def compile_step(
             report["aliased_arrays"] = min(report["aliased_arrays"], encoder["aliased_arrays"])
             report["encoder_temp_bytes"] = encoder["temp_bytes"]
         ids = jax.ShapeDtypeStruct((8,), np.int32)
-        for lowered in (
+        edits = [
             copy_pages_padded.lower(pages, 0, ids, ids, backend=backend),
             zero_pages_padded.lower(pages, 0, ids, backend=backend),
-        ):
+        ]
+        for pair in plan.config.idle_groups[:1]:
+            running, idle = (plan.config.kv_cache_groups[group_id].pool_id for group_id in pair)
+            for source, destination, convert in ((running, idle, stored), (idle, running, loaded)):
+                moves = (pages, source, destination, ids, ids)
+                edits.append(move_states_padded.lower(*moves, convert=convert, backend=backend))
+        for lowered in edits:
             edit = step_report(lowered.compile(), pages)
             report["page_copies"] += edit["page_copies"]
-            report["edit_aliased_bytes"] = edit["aliased_bytes"]
+            report["edit_aliased_bytes"] = min(edit["aliased_bytes"], report.get("edit_aliased_bytes", report["page_bytes"]))
+            report["edit_temp_bytes"] = max(edit["temp_bytes"], report.get("edit_temp_bytes", 0))
     return report
 
 
@@ -260,6 +270,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--block-size", type=int, default=64, help="but at least the model's own")
     parser.add_argument("--one-memory", action="store_true", help="all pools share the memory of so many blocks")
+    parser.add_argument("--idle-states", metavar="DTYPE", help="cached states are kept so: int8, int16")
     options = parser.parse_args(arguments)
     report = compile_step(
         options.chip,
@@ -271,6 +282,7 @@ def main(arguments: list[str]) -> int:
         block_size=options.block_size,
         num_context=options.context,
         one_memory=options.one_memory,
+        idle_state_dtype=options.idle_states,
     )
     print(json.dumps(report))
     return int(not is_in_place(report))

@@ -54,6 +54,14 @@ def test_groups_stand_in_pairs(one_memory: bool) -> None:
     assert set(plan.config.layer_index) == {f"s.{i}" for i in range(6)} | {"a.0", "a.1"}
 
 
+def test_states_alone_have_a_part_of_the_memory_each() -> None:
+    """Nothing says then whether a TPU packs what lies in slabs."""
+    specs = with_idle_states({"s.0": STATE, "s.1": STATE}, "int8")
+    plan = plan_kv_cache(specs, max_model_len=256, memory_bytes=1 << 24, one_memory=True)
+    assert plan.config.slabs is None
+    assert len(plan.config.pools) == 2
+
+
 @pytest.mark.parametrize("one_memory", [False, True])
 @pytest.mark.parametrize(("dtype", "least"), [("int8", 2.2), ("int16", 1.5)])
 def test_an_idle_cache_keeps_more_checkpoints(one_memory: bool, dtype: str, least: float) -> None:

@@ -80,17 +80,17 @@ def warm_up_moves(
     for running, idle in pools:
         for count in page_counts:
             nothing = np.full(count * pages.num_ranks, SKIP, np.int32)
-            pages = _move_padded(pages, idle, running, nothing, nothing.copy(), convert=_loaded, backend=backend)
-            pages = _move_padded(pages, running, idle, nothing.copy(), nothing.copy(), convert=_stored, backend=backend)
+            pages = move_states_padded(pages, idle, running, nothing, nothing.copy(), convert=loaded, backend=backend)
+            pages = move_states_padded(pages, running, idle, nothing.copy(), nothing.copy(), convert=stored, backend=backend)
     return pages
 
 
 def _load(moves: IdleStateMoves) -> tuple[int, int, PageCopies, Convert]:
-    return moves.idle_pool, moves.running_pool, moves.loads, _loaded
+    return moves.idle_pool, moves.running_pool, moves.loads, loaded
 
 
 def _store(moves: IdleStateMoves) -> tuple[int, int, PageCopies, Convert]:
-    return moves.running_pool, moves.idle_pool, moves.stores, _stored
+    return moves.running_pool, moves.idle_pool, moves.stores, stored
 
 
 @hands_over
@@ -109,12 +109,12 @@ def _move(
         destinations = [NO_PAGES if one is None else one.destinations for one in copies]
         pieces = (padded_pieces(ids, page_counts) for ids in (sources, destinations))
         for ids in zip(*pieces, strict=True):
-            pages = _move_padded(pages, source, destination, *ids, convert=convert, backend=backend)
+            pages = move_states_padded(pages, source, destination, *ids, convert=convert, backend=backend)
     return pages
 
 
 @partial(jax.jit, static_argnums=(1, 2), static_argnames=("convert", "backend"), donate_argnums=0)
-def _move_padded(
+def move_states_padded(
     pages: KVPages,
     source_pool: int,
     destination_pool: int,
@@ -143,12 +143,14 @@ def _move_padded(
     return pages
 
 
-def _loaded(idle: Sequence[jax.Array], running: Column) -> list[jax.Array]:
+def loaded(idle: Sequence[jax.Array], running: Column) -> list[jax.Array]:
+    """Idle states as the arrays of running ones."""
     *others, integers, scales = idle
     return [*others, dequantized(integers, scales, running[-1].dtype)]
 
 
-def _stored(running: Sequence[jax.Array], idle: Column) -> list[jax.Array]:
+def stored(running: Sequence[jax.Array], idle: Column) -> list[jax.Array]:
+    """Running states as the arrays of idle ones."""
     *others, states = running
     return [*others, *quantized(states, idle[len(others)].dtype)]
 
@@ -157,7 +159,10 @@ __all__ = [
     "check_moves",
     "dequantized",
     "load_idle_states",
+    "loaded",
+    "move_states_padded",
     "quantized",
     "store_idle_states",
+    "stored",
     "warm_up_moves",
 ]
