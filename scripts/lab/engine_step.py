@@ -247,11 +247,10 @@ def compile_step(
             for source, destination, convert in ((running, idle, stored), (idle, running, loaded)):
                 moves = (pages, source, destination, ids, ids)
                 edits.append(move_states_padded.lower(*moves, convert=convert, backend=backend))
-        for lowered in edits:
-            edit = step_report(lowered.compile(), pages)
-            report["page_copies"] += edit["page_copies"]
-            report["edit_aliased_bytes"] = min(edit["aliased_bytes"], report.get("edit_aliased_bytes", report["page_bytes"]))
-            report["edit_temp_bytes"] = max(edit["temp_bytes"], report.get("edit_temp_bytes", 0))
+        done = [step_report(lowered.compile(), pages) for lowered in edits]
+        report["page_copies"] += sum(edit["page_copies"] for edit in done)
+        report["edit_aliased_bytes"] = min(edit["aliased_bytes"] for edit in done)
+        report["edit_temp_bytes"] = max(edit["temp_bytes"] for edit in done)
     return report
 
 
