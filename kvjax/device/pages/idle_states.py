@@ -79,9 +79,9 @@ def warm_up_moves(
     """Compiles moves between (running, idle) pools in every declared length, by none; the pages, unchanged in value."""
     for running, idle in pools:
         for count in page_counts:
-            nothing = np.full(count * pages.num_ranks, SKIP, np.int32)
-            pages = move_states_padded(pages, idle, running, nothing, nothing.copy(), convert=loaded, backend=backend)
-            pages = move_states_padded(pages, running, idle, nothing.copy(), nothing.copy(), convert=stored, backend=backend)
+            for source, destination, convert in ((idle, running, loaded), (running, idle, stored)):
+                ids = [np.full(count * pages.num_ranks, SKIP, np.int32) for _ in range(2)]
+                pages = move_states_padded(pages, source, destination, *ids, convert=convert, backend=backend)
     return pages
 
 
