@@ -78,12 +78,17 @@ def test_of_sizes_that_waste_little_the_smallest_that_small_pages_fill(
 
 @pytest.mark.parametrize(("token_rows", "state_rows"), [(2, 40), (3, 64), (7, 11)])
 def test_requests_fit_beside_the_null_slab_and_tokens_in_flight(token_rows: int, state_rows: int) -> None:
-    """As many as fill whole slabs together; what is kept while nothing runs has all slabs but the null one."""
+    """As many as fill whole slabs together, at least the longest one, of which each pool has slabs of its own.
+
+    What is kept while nothing runs has all slabs but the null one.
+    """
     plan = two_pools(token_rows, state_rows, "gpu")
     assert plan.slabs is not None
     needs = plan.shape.needs_of(plan.load, plan.max_model_len, plan.max_in_flight_tokens)
     counts = plan.slabs.blocks_per_slab
     beside = 1 + sum(ceil((need.fixed_blocks - 1) / count) for need, count in zip(needs, counts, strict=True))
+    longest = sum(ceil((need.least_blocks - 1) / count) for need, count in zip(needs, counts, strict=True))
+    assert plan.slabs.least_slabs(needs) == 1 + longest
     run = sum(Fraction(need.request_blocks, count) for need, count in zip(needs, counts, strict=True))
     assert plan.slabs.requests_that_fit(needs, beside + int(run * run.denominator)) == run.denominator
     assert plan.slabs.requests_that_fit(needs, beside) == plan.slabs.requests_that_fit(needs, 1) == 0
