@@ -27,7 +27,7 @@ SHARES = {
     "tests/core/record/test_call_recorder.py::test_recorded_runs_replay_to_the_same_ids": 3,
     "tests/core/save/test_manager_state.py::test_deployments_with_reservations_and_more_continue_alike": 3,
     "tests/core/save/test_manager_state.py::test_restored_and_continued_equals_continued": 2,
-    "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces": 3,
+    "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces": 3.5,
     "tests/device/steps/test_flags.py::test_a_step_computes_the_same": 2,
     "tests/pallas_kernels/test_flags.py::test_an_op_computes_the_same": 220,
     "tests/pallas_kernels/test_flags.py::test_an_op_is_the_same_program": 30,
@@ -54,7 +54,7 @@ def kept_cases(seconds: dict[str, list[float]], least_seconds: float, share: int
     return dict(sorted(kept.items()))
 
 
-def _out_of_step(num_cases: int, share: int) -> int:
+def _out_of_step(num_cases: int, share: float) -> int:
     """One case in `share`, and one more where these would stand a whole number apart, perhaps all of one level."""
     count = math.ceil(num_cases / share)
     return count + (num_cases % count == 0)

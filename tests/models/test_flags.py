@@ -1,4 +1,4 @@
-"""The engine of every family, and of the demo, under every flag of jax that an application may set."""
+"""The engine of every family under every flag of jax that an application may set."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from kvjax.demo import demo_model_path
-from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
+from kvjax.engine import SamplingParams
 from tests.flags import FLAGS, ROUNDS_ELSEWHERE
 from tests.models.families import (
     ATOL,
@@ -21,13 +20,13 @@ from tests.models.families import (
     run_goldens,
 )
 
-every_flag = pytest.mark.parametrize("flag", FLAGS)
+DRAWN = SamplingParams(max_tokens=2, seed=3, top_p=0.9, top_k=20)
 
 
 def first_steps(family: Family) -> tuple[list[list[int]], np.ndarray]:
-    """Two tokens after each golden prompt, and the logits that chose them."""
+    """Two greedy tokens after each golden prompt, and two that are drawn, and the logits that chose them."""
     engine = RecordingEngine(loaded(family), engine_config(family))
-    results = [result for _, result in run_goldens(engine, family, greedy_params(2))]
+    results = [result for params in (greedy_params(2), DRAWN) for _, result in run_goldens(engine, family, params)]
     logits = np.concatenate([np.stack(engine.logits[result.request_id]) for result in results])
     return [result.output_token_ids.tolist() for result in results], logits
 
@@ -36,7 +35,7 @@ expected_steps = functools.cache(first_steps)
 
 
 @pytest.mark.timeout(1_200)
-@every_flag
+@pytest.mark.parametrize("flag", FLAGS)
 @every_family
 def test_a_family_computes_the_same(family: Family, flag: str) -> None:
     """Tokens and logits, bit for bit where sums are rounded alike."""
@@ -46,24 +45,3 @@ def test_a_family_computes_the_same(family: Family, flag: str) -> None:
     assert got[0] == tokens
     assert got[1].dtype == logits.dtype
     np.testing.assert_allclose(got[1], logits, rtol=0, atol=ATOL if flag in ROUNDS_ELSEWHERE else 0)
-
-
-def demo_text() -> list[str]:
-    config = EngineConfig(num_blocks=100, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, max_buckets=1)
-    params = [SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, seed=3, top_p=0.9, top_k=20)]
-    results = LLMEngine.from_folder(demo_model_path(), config).generate(
-        ["The try statement", "The try statement specifies"], params
-    )
-    return [result.text for result in results]
-
-
-expected_text = functools.cache(demo_text)
-
-
-@pytest.mark.timeout(1_200)
-@every_flag
-def test_the_demo_writes_the_same(flag: str) -> None:
-    """Greedy and drawn tokens."""
-    expected = expected_text()
-    with FLAGS[flag]():
-        assert demo_text() == expected
