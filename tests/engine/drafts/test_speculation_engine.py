@@ -20,7 +20,7 @@ from kvjax.engine.front import llm_engine
 from kvjax.engine.requests.engine_request import EngineRequest
 from kvjax.engine.sampling.sampling_table import SamplingTable
 from kvjax.engine.scheduling.speculation import Drafts
-from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
+from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded, make_engine
 from tests.engine.sampling.test_sampling_requests import Digits
 
 NAME = "llama"
@@ -222,8 +222,7 @@ def test_text_comes_in_order_and_ends_at_stop_strings() -> None:
         SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, stream_text=True),
         SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, stream_text=True, stop=("e ", "is")),  # within a few
     ]
-    plain = LLMEngine(loaded("demo"), base_config("demo"))
-    expected = plain.generate([prompt] * 2, params)
+    expected = make_engine("demo").generate([prompt] * 2, params)
     answers = {f"request-{i}": expected[0].output_token_ids for i in range(2)}
     config = base_config("demo", speculative=SpeculativeConfig(num_drafts=NUM_DRAFTS))
     with mock.patch.object(llm_engine, "PromptLookup", lambda table, *_: KnowingDrafter(table, answers, seed=1)):

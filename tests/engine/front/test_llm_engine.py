@@ -80,7 +80,7 @@ def test_a_long_run_of_mixed_requests_compiles_nothing(async_scheduling: bool) -
     engine = LLMEngine(
         loaded("llama"),
         base_config(
-            "llama", num_blocks=36, max_num_batched_tokens=32, max_buckets=8, async_scheduling=async_scheduling
+            "llama", num_blocks=36, max_num_batched_tokens=32, max_buckets=3, async_scheduling=async_scheduling
         ),
     )
     compiled: list[int] = []

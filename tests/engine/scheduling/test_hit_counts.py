@@ -33,7 +33,7 @@ def run_in_a_small_pool(seed: int, **options: Any) -> FakeEngine:
     return engine
 
 
-@pytest.mark.parametrize(("first_seed", "has_tiers"), [(0, False), (5, True), (10, False), (15, True)])
+@pytest.mark.parametrize(("first_seed", "has_tiers"), [(0, False), (10, False), (5, True), (15, True)])
 def test_prompts_that_begin_differently_hit_nothing(first_seed: int, has_tiers: bool) -> None:
     """Each is looked up once for the first time, whether it is preempted, or its load is cancelled or fails."""
     num_refound = num_preemptions = 0
