@@ -21,7 +21,9 @@ OUT = Path(__file__).parent.parent / "tests" / "quick_cases.json"
 # By the beginning of a node id: cases that are cheap one by one and are the law: every pool size, every block of code.
 WHOLE = ("tests/core/", "tests/replay/", "tests/test_architecture.py", "tests/test_docs.py")
 SHARES = {
+    "tests/core/eviction/test_policies.py::test_agrees_with_its_naive_model": 2,
     "tests/core/manager/test_fork.py::test_everyone_reads_back_its_own_tokens": 3,
+    "tests/core/manager/test_lookups_of_every_policy.py::test_a_lookup_finds_what_is_registered": 2,
     "tests/core/manager/test_step_planner.py::test_a_planned_step_equals_its_calls": 2,
     "tests/core/manager/test_settle_drafts.py::test_every_pool_size_ends_all_requests_or_refuses_them": 2,
     "tests/core/record/test_call_recorder.py::test_recorded_runs_replay_to_the_same_ids": 3,

@@ -30,8 +30,9 @@ KERNELS = (
     ("selective_scan", "gpu"),
     ("selective_scan", "triton"),
 )
+IN_SWEEPS = {("mla_paged_attention", "triton"), ("selective_scan", "triton")}  # which see slabs as the "gpu" ones do
 CASES = [
-    pytest.param(op, backend, seed, marks=[pytest.mark.sweep] * (seed > 0))
+    pytest.param(op, backend, seed, marks=[pytest.mark.sweep] * (seed > 0 or (op, backend) in IN_SWEEPS))
     for op, backend in KERNELS
     for seed in range(12)
 ]
