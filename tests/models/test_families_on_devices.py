@@ -24,11 +24,14 @@ from tests.models.golden_models import goldens_of, model_folder
 
 family = next(family for family in (*FAMILIES, *IN_SLABS) if family.id == sys.argv[1])
 settings = {"num_devices": 4, "dtype": "float32", "streaming": family.streaming}
-engine = LLMEngine.from_folder(model_folder(family.name), engine_config(family), **settings)
+changes = {"idle_state_dtype": sys.argv[2]} if len(sys.argv) > 2 else {}
+engine = LLMEngine.from_folder(model_folder(family.name), engine_config(family, **changes), **settings)
 assert all(len(array.sharding.device_set) == 4 for array in jax.tree.leaves(engine._runner.pages))
-goldens = {add_golden(engine, golden, greedy_params()): golden for golden in goldens_of(family.name)}
-for request_id, result in drain(engine).items():
-    assert result.output_token_ids.tolist() == goldens[request_id].greedy.tolist(), request_id
+for is_again in range(1 + len(changes)):
+    goldens = {add_golden(engine, golden, greedy_params()): golden for golden in goldens_of(family.name)}
+    for request_id, result in drain(engine).items():
+        assert result.output_token_ids.tolist() == goldens[request_id].greedy.tolist(), request_id
+        assert result.stats.num_cached_tokens or not is_again, request_id
 """
 OF_EACH_SORT = frozenset({"deepseek_v4", "qwen3_next"})
 
@@ -41,8 +44,20 @@ OF_EACH_SORT = frozenset({"deepseek_v4", "qwen3_next"})
     ],
 )
 def test_four_devices_give_the_same_tokens(name: str) -> None:
+    run_on_four(name)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_next_in_slabs"])
+def test_four_devices_hit_states_of_16_bits(name: str) -> None:
+    """Each keeps those of its heads."""
+    run_on_four(name, "int16")
+
+
+def run_on_four(*arguments: str) -> None:
+    """Runs the program with these arguments; it compares."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
-    program = [sys.executable, "-c", PROGRAM, name]
+    program = [sys.executable, "-c", PROGRAM, *arguments]
     done = subprocess.run(
         program,
         capture_output=True,

@@ -12,6 +12,7 @@ from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.core.options.release_rules import RELEASES
 from kvjax.engine.scheduling.speculation import SpeculativeConfig
+from kvjax.planning.idle_states import IDLE_STATE_DTYPES
 from kvjax.planning.load import USUAL_TOKENS
 from kvjax.tiers.config import TierConfig
 
@@ -162,6 +163,10 @@ class EngineConfig:
             )
         if self.release is not None and self.release not in RELEASES:
             raise ValueError(f"expected release of {', '.join(RELEASES)} or None, got {self.release!r}")
+        if self.idle_state_dtype not in (None, *IDLE_STATE_DTYPES):
+            raise ValueError(
+                f"expected idle_state_dtype of {', '.join(IDLE_STATE_DTYPES)} or None, got {self.idle_state_dtype!r}"
+            )
         if self.max_logprobs < 0:
             raise ValueError(f"expected max_logprobs >= 0, got {self.max_logprobs}")
         if not 0.0 <= self.watermark < 1.0:

@@ -305,6 +305,7 @@ def test_an_engine_compiles_its_steps_with_its_options() -> None:
         ({"num_blocks": None}, "got None and None"),
         ({"watermark": 1.0}, r"watermark in \[0, 1\), got 1.0"),
         ({"seed": -1}, "seed in"),
+        ({"idle_state_dtype": "int4"}, "expected idle_state_dtype of int8, int16 or None, got 'int4'"),
         ({"release": "0.24.0"}, r"expected release of 0\.16\.0, .*, 0\.33\.0 or None, got '0\.24\.0'"),
         ({"eviction_policy": "fifo"}, "expected eviction_policy of probation, learned, lru, slru, cost, got 'fifo'"),
     ],
