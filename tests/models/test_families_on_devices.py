@@ -27,8 +27,9 @@ settings = {"num_devices": 4, "dtype": "float32", "streaming": family.streaming}
 changes = {"idle_state_dtype": sys.argv[2]} if len(sys.argv) > 2 else {}
 engine = LLMEngine.from_folder(model_folder(family.name), engine_config(family, **changes), **settings)
 assert all(len(array.sharding.device_set) == 4 for array in jax.tree.leaves(engine._runner.pages))
-for is_again in range(1 + len(changes)):
-    goldens = {add_golden(engine, golden, greedy_params()): golden for golden in goldens_of(family.name)}
+rounds = [goldens_of(family.name)[:2]] * 2 if changes else [goldens_of(family.name)]
+for is_again, prompts in enumerate(rounds):
+    goldens = {add_golden(engine, golden, greedy_params()): golden for golden in prompts}
     for request_id, result in drain(engine).items():
         assert result.output_token_ids.tolist() == goldens[request_id].greedy.tolist(), request_id
         assert result.stats.num_cached_tokens or not is_again, request_id
