@@ -29,39 +29,26 @@ def with_idle_states(specs: Mapping[str, KVCacheSpec], dtype: str) -> dict[str, 
     """
     if dtype not in IDLE_STATE_DTYPES:
         raise ValueError(f"expected idle states of {' or '.join(IDLE_STATE_DTYPES)}, got {dtype!r}")
-    split: dict[str, KVCacheSpec] = {}
+    found: dict[str, KVCacheSpec] = {}
     for name, spec in specs.items():
-        split[name] = running(spec)
-        if split[name] is not spec:
-            split[name + IDLE] = idle(spec, dtype)
-    return split
+        found.update(zip((name, name + IDLE), split(spec, dtype), strict=False))
+    return found
 
 
 @singledispatch
-def running(spec: KVCacheSpec) -> KVCacheSpec:
-    """What a request keeps of a layer whose states are cached apart; the spec itself where nothing is."""
-    return spec
+def split(spec: KVCacheSpec, dtype: str) -> tuple[KVCacheSpec, ...]:
+    """What a request keeps of a layer, and what is cached of it, where that is another. Other kinds register theirs."""
+    return (spec,)
 
 
-@running.register
-def _(spec: MambaSpec) -> KVCacheSpec:
+@split.register
+def _(spec: MambaSpec, dtype: str) -> tuple[KVCacheSpec, ...]:
     if spec.mamba_cache_mode != "align":
-        return spec
+        return (spec,)
     own = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return RunningStateSpec(**own | {"mamba_cache_mode": "none"})
-
-
-@singledispatch
-def idle(spec: KVCacheSpec, dtype: str) -> KVCacheSpec:
-    """What is cached of such a layer."""
-    raise NotImplementedError(f"{spec.kind} has no idle states")
-
-
-@idle.register
-def _(spec: MambaSpec, dtype: str) -> KVCacheSpec:
-    heads = spec.shapes[-1][0]
-    shapes, dtypes = (*spec.shapes, (heads,)), (*spec.dtypes[:-1], dtype, "float32")
-    return replace(spec, shapes=shapes, dtypes=dtypes, page_size_padded=None)
+    shapes, dtypes = (*spec.shapes, spec.shapes[-1][:1]), (*spec.dtypes[:-1], dtype, "float32")
+    idle = replace(spec, shapes=shapes, dtypes=dtypes, page_size_padded=None)
+    return RunningStateSpec(**own | {"mamba_cache_mode": "none"}), idle
 
 
 def idle_groups_of(groups: Sequence[KVCacheGroupSpec]) -> tuple[tuple[int, int], ...]:
