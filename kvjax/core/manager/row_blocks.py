@@ -22,6 +22,7 @@ from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.kept_columns import take_missing
 from kvjax.core.kinds.probation import forget_idle_copies, keep_checkpoint, put_on_probation
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.copy_on_write import CopyOnWrite
 from kvjax.core.manager.reservations import Reservations
@@ -214,6 +215,7 @@ class RowBlocks:
         managers, retention = self._groups.on_probation, self._groups.retention
         assert retention is not None  # it puts blocks on probation
         self._forget_copies(request, row)
+        self._doubt_tails(row)
         num_registered = min(m.num_cached_blocks.item(row) * m.block_size for m in self._groups.cacheable)
         num_cached = self.cacheable_tokens(request, row, num_registered)
         own = retention.lengths_of(row)
@@ -224,28 +226,33 @@ class RowBlocks:
                 first, behind = need.columns_of(length)
                 if length not in own or first < manager.first_live.item(row):
                     keep_checkpoint(manager, row, hashes, first, behind)
-        self._doubt_tail(row)
-
-    def _doubt_tail(self, row: int) -> None:
-        """Puts full blocks on probation that no hit ends behind: a longer one needs those of a row that goes on there.
-
-        Only kinds that keep every token have such, where hits are multiples of more than their blocks.
-        """
-        retention, num_dropped = self._groups.retention, self._groups.num_dropped_tokens
-        assert retention is not None  # `keep_ends`
-        for manager in self._groups.cacheable:
-            if not manager.forgets and manager.block_size < retention.alignment:
-                num_cached = manager.num_cached_blocks.item(row)
-                longest = retention.end_of(num_cached * manager.block_size)
-                first = cdiv(longest + num_dropped, manager.block_size) if longest else 0
-                pool, tail = manager.block_pool, manager.block_tables[:, row, first:num_cached].ravel()
-                put_on_probation(pool, tail[(pool.ref_count[tail] == 1) & pool.is_hashed[tail]])
 
     def _forget_copies(self, request: Request, row: int) -> None:
         for manager in self._groups.cacheable:
             hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
             first = self.num_hit_tokens.item(row) // manager.block_size
-            forget_idle_copies(manager, hashes, first, manager.num_cached_blocks.item(row))
+            forget_idle_copies(manager, hashes, first, self._tail_start(manager, row))
+
+    def _doubt_tails(self, row: int) -> None:
+        """Puts full blocks on probation that no hit ends behind. Other blocks of their contents stay as they are."""
+        for manager in self._groups.cacheable:
+            tail = slice(self._tail_start(manager, row), manager.num_cached_blocks.item(row))
+            if tail.start < tail.stop:
+                pool, ids = manager.block_pool, manager.block_tables[:, row, tail].ravel()
+                put_on_probation(pool, ids[(pool.ref_count[ids] == 1) & pool.is_hashed[ids]])
+
+    def _tail_start(self, manager: SingleTypeKVCacheManager, row: int) -> int:
+        """The column behind the longest hit that the row's registered blocks leave; kinds that forget have no tail.
+
+        Hits are multiples of more than a block: a longer one needs blocks of a row that goes on there.
+        """
+        retention, num_cached = self._groups.retention, manager.num_cached_blocks.item(row)
+        assert retention is not None  # `keep_ends`
+        if manager.forgets or manager.block_size == retention.alignment:
+            return num_cached
+        longest = retention.end_of(num_cached * manager.block_size)
+        num_needed = longest + self._groups.num_dropped_tokens if longest else 0
+        return min(cdiv(num_needed, manager.block_size), num_cached)
 
     def free(self, row: int) -> None:
         """Releases all blocks of the row."""

@@ -62,6 +62,20 @@ def test_what_no_hit_needs_is_on_probation_and_nothing_else(groups: list[NaiveGr
     manager.check_invariants()
 
 
+@pytest.mark.parametrize("groups", [GROUPS, WITH_DRAFTS], ids=["plain", "drafts"])
+@pytest.mark.parametrize("num_tokens", range(SIZE, 3 * SIZE))
+def test_a_longer_request_keeps_the_blocks_that_a_shorter_one_computes_again(
+    groups: list[NaiveGroup], num_tokens: int
+) -> None:
+    manager = make(groups)
+    manager.free(run(manager, 3 * SIZE + 5))
+    longest = manager.get_computed_blocks(request("b", 3 * SIZE + 5))[1]
+    manager.free(run(manager, num_tokens))
+    manager.block_pools[0].evict_blocks(on_probation(manager))
+    assert manager.get_computed_blocks(request("c", 3 * SIZE + 5))[1] == longest > 0
+    manager.check_invariants()
+
+
 def test_blocks_that_a_fork_holds_last() -> None:
     """It may go on to where a hit ends."""
     manager = make()

@@ -110,7 +110,7 @@ def test_data_ranks_load_what_another_computed_and_nothing_else(write_through: b
     """One host and one disk; a request finds units that its own rank has never computed."""
     first = TieredWorld(SETUPS["pools"], 8, host_bytes=1_200, write_through=write_through, fault_rate=fault_rate)
     second = TieredWorld(SETUPS["pools"], 8, first=first, write_through=write_through, fault_rate=fault_rate)
-    for _ in range(200):
+    for _ in range(300):
         first.step()
         first.check_invariants()
     assert min(first.num_foreign, second.num_foreign) > 2
