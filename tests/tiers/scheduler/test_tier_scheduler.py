@@ -108,8 +108,8 @@ def test_what_a_dropped_step_did_not_compute_is_never_stored(name: str, write_th
 @pytest.mark.parametrize("write_through", [False, True])
 def test_data_ranks_load_what_another_computed_and_nothing_else(write_through: bool, fault_rate: float) -> None:
     """One host and one disk; a request finds units that its own rank has never computed."""
-    first = TieredWorld(SETUPS["pools"], 8, host_bytes=1_200, write_through=write_through, fault_rate=fault_rate)
-    second = TieredWorld(SETUPS["pools"], 8, first=first, write_through=write_through, fault_rate=fault_rate)
+    first = TieredWorld(SETUPS["pools"], 9, host_bytes=1_200, write_through=write_through, fault_rate=fault_rate)
+    second = TieredWorld(SETUPS["pools"], 9, first=first, write_through=write_through, fault_rate=fault_rate)
     for _ in range(300):
         first.step()
         first.check_invariants()
