@@ -26,17 +26,14 @@ from tests.models.families import (
     run_goldens,
 )
 from tests.models.golden_models import goldens_of
-from tests.models.one_family.test_hybrids_in_slabs import OUTSIDE_SWEEPS, small_engine
+from tests.models.one_family.test_hybrids_in_slabs import small_engine
 
 ATOL = 1e-2  # of float32 logits behind hits on states of 16 bits
 RECURRENT = [family for family in IN_SLABS if family.name != "gemma4"]
 QWEN = next(family for family in RECURRENT if family.name == "qwen3_next")
 families = pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, id=family.name, marks=[] if family.name in OUTSIDE_SWEEPS else [pytest.mark.sweep])
-        for family in RECURRENT
-    ],
+    [pytest.param(family, id=family.name, marks=[] if family == QWEN else [pytest.mark.sweep]) for family in RECURRENT],
 )
 
 
@@ -85,6 +82,7 @@ def test_tiers_keep_idle_states_as_they_are() -> None:
     assert_nothing_is_left(engine)
 
 
+@pytest.mark.sweep
 def test_states_are_cached_in_8_bits() -> None:
     """In parts: the pool of idle states has int8 pages, and hits on them give finite logits."""
     family = Family(QWEN.name)
