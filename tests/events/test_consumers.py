@@ -9,7 +9,7 @@ import pytest
 from kvjax.core import AllBlocksCleared, KVCacheManager, ReleaseRules
 from kvjax.events import EventDecoder, EventEncoder, KVEventsConfig, ZmqEventPublisher, low_64_bits
 from tests.events.consumers import DualKeyIndex, Place, RadixIndex, chunks, local_hash
-from tests.events.subscriber import Subscriber
+from tests.events.sockets.subscriber import Subscriber
 from tests.events.workload import (
     FULL,
     HASH_BLOCK_SIZE,

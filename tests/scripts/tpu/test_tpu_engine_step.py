@@ -14,7 +14,7 @@ from scripts.lab.engine_step import is_in_place, num_page_copies
 from scripts.lab.tpu.chips import ENVIRONMENT
 from tests.scripts.needs_libtpu import needs_libtpu
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = (512, 64, 2, 2, 128)
 MODULE = """
   %pages = bf16[512,64,2,2,128]{4,3,2,1,0:T(2,128)(2,1)} parameter(0)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPTS = str(Path(__file__).parents[2] / "scripts")
+SCRIPTS = str(Path(__file__).parents[3] / "scripts")
 NAMES = {
     *(f"decode_step/{groups}/{rows}" for groups in ("full", "hybrid") for rows in (256, 1024, 4096)),
     *(f"decode_step/{kind}/1024" for kind in ("mla", "chunked", "sink", "cross")),

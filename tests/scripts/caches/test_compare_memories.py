@@ -13,7 +13,7 @@ from kvjax.replay import write_trace
 from kvjax.replay.requests.trace import cut_tails
 from tests.replay.random_traces import random_trace
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 from compare_memories import COLUMNS, in_blocks, main
 

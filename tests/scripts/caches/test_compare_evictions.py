@@ -11,7 +11,7 @@ import pytest
 from kvjax.replay import REPLAY_POLICIES, write_trace
 from tests.replay.random_traces import random_trace
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 import compare_evictions
 

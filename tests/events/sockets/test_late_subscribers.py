@@ -16,7 +16,7 @@ from kvjax.core import BlockStored
 from kvjax.events import CacheUnknown, EventEncoder, KVEventsConfig, ZmqEventPublisher, ZmqEventSubscriber
 from kvjax.events import zmq_publisher as module
 from kvjax.routing import PrefixIndex
-from tests.events.subscriber import END, wait_until_sent
+from tests.events.sockets.subscriber import END, wait_until_sent
 from tests.events.workload import FULL, HYBRID, Workload, check_hits, index_of, make_manager
 
 LOOPBACK = "tcp://127.0.0.1:*"

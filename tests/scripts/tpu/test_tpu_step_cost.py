@@ -11,7 +11,7 @@ from scripts.lab.tpu.latency import Ring
 from scripts.lab.tpu.rival_cost import Sizes, blocking_spills, decode_work, prefill_bundles, sizes_of
 from scripts.lab.tpu.score import block_scores
 from scripts.lab.tpu.step_cost import DECODE, TILES, Item, LaunchSizes, items_of, launch_work, workloads
-from tests.scripts.tpu_listing import PRODUCT, START, STORE, WAIT, kernel, loop, skip
+from tests.scripts.tpu.tpu_listing import PRODUCT, START, STORE, WAIT, kernel, loop, skip
 
 FOUR_PAGES = loop(*[START] * 4, 1)  # 10 bundles a trip
 ONE_PAGE = loop(START, 2)  # 8

@@ -14,7 +14,7 @@ from scripts.lab.compiled import case_of
 from scripts.lab.tpu.compiler import Compilation, CompilationError
 from scripts.lab.tpu.libtpu import LibtpuError, Release
 from scripts.lab.tpu.rivals import RIVALS, RivalCase, build, stand_in
-from tests.scripts.tpu_listing import PRODUCT, START, WAIT, kernel, loop
+from tests.scripts.tpu.tpu_listing import PRODUCT, START, WAIT, kernel, loop
 
 KERNEL = "tpu_inference/kernels/ragged_paged_attention/v3"
 OURS = [

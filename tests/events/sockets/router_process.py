@@ -1,6 +1,6 @@
 """A router in a process of its own: follows one publisher, and says what it knows for every line on its input.
 
-    python -m tests.events.router_process ENDPOINT REPLAY_ENDPOINT
+    python -m tests.events.sockets.router_process ENDPOINT REPLAY_ENDPOINT
 
 A line is a prompt's block hashes as hexadecimal digests. The answer is JSON: tokens of it that the publisher has, all
 blocks that it has, how often its cache became unknown, and whether all of it is known.

@@ -19,7 +19,7 @@ from kvjax.events import CacheUnknown, KVEventsConfig, ZmqEventPublisher, ZmqEve
 from kvjax.routing import PrefixIndex
 from tests.events.workload import FULL, HASH_BLOCK_SIZE, Workload, cached_blocks, check_hits, index_of, make_manager
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LOOPBACK = "tcp://127.0.0.1:*"
 
 
@@ -148,7 +148,7 @@ def test_a_router_in_another_process_over_a_gap_and_a_restart(relay: Relay) -> N
     replay_endpoint = free_address()
     served = Served(replay_endpoint, seed=1)
     relay.follow(served.publisher)
-    command = [sys.executable, "-m", "tests.events.router_process", relay.endpoint, replay_endpoint]
+    command = [sys.executable, "-m", "tests.events.sockets.router_process", relay.endpoint, replay_endpoint]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -21,7 +21,7 @@ from kvjax.events import (
     zmq_publisher,
 )
 from kvjax.events.replay_buffer import ReplayBuffer
-from tests.events.subscriber import END, TIMEOUT_MS, Subscriber, wait_until_sent
+from tests.events.sockets.subscriber import END, TIMEOUT_MS, Subscriber, wait_until_sent
 
 LOOPBACK = "tcp://127.0.0.1:*"
 

@@ -12,7 +12,7 @@ import pytest
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.errors import InvariantError
 
-SCRIPTS = str(Path(__file__).parents[2] / "scripts")
+SCRIPTS = str(Path(__file__).parents[3] / "scripts")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from scripts.lab.tpu.chips import CHIPS
 from scripts.lab.tpu.latency import Ring, Work
 from scripts.lab.tpu.score import block_loops, block_scores, ring_of
-from tests.scripts.tpu_listing import PRODUCT, START, WAIT, Part, kernel, loop
+from tests.scripts.tpu.tpu_listing import PRODUCT, START, WAIT, Part, kernel, loop
 
 
 def played_step(when: str, buffers: int, transfer: float, work: float, latency: float) -> float:

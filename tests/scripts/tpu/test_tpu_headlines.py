@@ -13,7 +13,7 @@ from scripts.lab.tpu.chips import CHIPS
 from scripts.lab.tpu.compiler import Compilation, CompilationError
 from scripts.lab.tpu.headlines import Headline, Outcome, measure, read, write
 from scripts.lab.tpu.libtpu import Release
-from tests.scripts.tpu_listing import PRODUCT, START, WAIT, kernel, loop
+from tests.scripts.tpu.tpu_listing import PRODUCT, START, WAIT, kernel, loop
 
 BLOCK = loop(START, WAIT, PRODUCT, 592)  # 600 bundles
 DECODE = kernel("rpa_q1_b1024_p128_t1_n4", loop(95, BLOCK, loop(WAIT, PRODUCT, 793)))  # 100 an item, 800 a masked block

@@ -1,0 +1,1 @@
+"""Scripts that time, compare and try managers of caches."""

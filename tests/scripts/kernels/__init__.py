@@ -1,0 +1,1 @@
+"""Scripts that bench, tune and try kernels, and compile them for GPU."""

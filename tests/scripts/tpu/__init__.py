@@ -1,0 +1,1 @@
+"""Scripts that compile, bench and race kernels for TPU."""
