@@ -22,13 +22,14 @@ def test_what_is_named_is_there(test: str) -> None:
 
 def test_long_tests_keep_a_share_and_at_least_one_case() -> None:
     """Of a share of their own, a case more than every third of 12: those might all be of one level."""
+    thirds = next(test for test, share in SHARES.items() if share == 3)
     seconds = {
         "tests/a.py::long": [1.0] * 13,
         "tests/a.py::short": [0.01] * 13,
-        next(iter(SHARES)): [1.0] * 12,
+        thirds: [1.0] * 12,
         "tests/a.py::few": [3.0, 3.0],
         "tests/a.py::alone": [30.0],
         "tests/core/b.py::law": [1.0] * 13,
     }
-    kept = {"tests/a.py::few": 1, "tests/a.py::long": 3, next(iter(SHARES)): 5}
+    kept = {"tests/a.py::few": 1, "tests/a.py::long": 3, thirds: 5}
     assert kept_cases(seconds, 2.0, 6) == kept
