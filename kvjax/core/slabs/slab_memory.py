@@ -16,7 +16,7 @@ A pool that needs blocks takes, as long as it has too few blank ones, the first 
 so there is one order of eviction over all pools. The pool's own blocks that were released in this step go last.
 
 What was found to fit stays so: `owed` are the blocks that pools may still take. Where few slabs are without a held
-block, a pool takes its free blocks beside held ones first, and leaves whole slabs to those that need them.
+block, those that the others are owed are spared before a pool takes any.
 
 Invariants (`check_invariants`):
 
@@ -135,13 +135,17 @@ class SlabMemory:
             self._make_blank(taker, num_blocks)
         self.num_whole -= num_blocks
 
+    def note_hits(self, taker: SlabPool, num_blocks: int) -> None:
+        """`SlabPool.note_hits`."""
+        self.owed[taker.number] = max(self.owed[taker.number] - num_blocks, 0)
+        self.num_whole -= num_blocks
+
     def _provide_owed(self, taker: SlabPool, num_blocks: int) -> None:
         """Leaves other pools what they are owed."""
         if not self._all_have_blank_ones(taker, num_blocks):
-            if self._must_spare_slabs(taker, num_blocks):
-                self._use_blocks_beside_held(taker, num_blocks)
-            else:
-                self._make_blank(taker, num_blocks)
+            spared = self._spare_slabs(self._slabs_to_spare(taker, num_blocks))
+            self._make_blank(taker, num_blocks)
+            self._free_slabs += spared
         self.owed[taker.number] = max(self.owed[taker.number] - num_blocks, 0)
 
     def note_step_planned(self) -> None:
@@ -178,9 +182,10 @@ class SlabMemory:
         own = taker.policy.oldest_cached(max(num_blocks, taker.blocks_per_slab))
         own_ranks = taker.policy.ranks[own]
         num_own = 0
+        others = [each for each in self.pools if each is not taker]
         slabs: list[list[int]] = [[] for _ in self.pools]
         while num_blocks > 0:
-            giver, rank = self._oldest_of_others(taker, may_look=not any(slabs))
+            giver, rank = self._oldest_of(others, may_look=not any(slabs))
             if num_own < own.size and own_ranks.item(num_own) < rank:
                 most = num_own + max(num_blocks, taker.blocks_per_slab)
                 num_older = int(np.searchsorted(own_ranks[:most], rank))
@@ -197,16 +202,15 @@ class SlabMemory:
             self._take_from(giver, slabs[giver.number])
         return num_own > 0 or any(slabs)
 
-    def _oldest_of_others(self, taker: SlabPool, may_look: bool = True) -> tuple[SlabPool | None, int]:
+    def _oldest_of(self, pools: Sequence[SlabPool], may_look: bool = True) -> tuple[SlabPool | None, int]:
         """Who has the slab whose youngest block is oldest, and the rank of that block: `WholeSlabs.oldest`."""
         found: tuple[SlabPool | None, int] = (None, HELD)
-        for each in self.pools:
-            if each is not taker:
-                rank = self._whole[each.number].oldest(may_look)
-                if rank == UNKNOWN:
-                    return None, UNKNOWN
-                if rank < found[1]:
-                    found = (each, rank)
+        for each in pools:
+            rank = self._whole[each.number].oldest(may_look)
+            if rank == UNKNOWN:
+                return None, UNKNOWN
+            if rank < found[1]:
+                found = (each, rank)
         return found
 
     def gather(self) -> bool:
@@ -224,29 +228,29 @@ class SlabMemory:
         owed[taker.number] = max(owed[taker.number], num_blocks)
         return all(count <= each.policy.num_blank for each, count in zip(self.pools, owed, strict=True))
 
-    def _must_spare_slabs(self, taker: SlabPool, num_blocks: int) -> bool:
-        """Whether taking so many blocks anywhere may leave too few whole slabs for what others are owed.
+    def _slabs_to_spare(self, taker: SlabPool, num_blocks: int) -> int:
+        """Whole slabs that others are owed, if taking so many blocks anywhere may leave fewer; else 0.
 
         A block that is taken ends at most one whole slab.
         """
         others = [each for each in self.pools if each is not taker and self.owed[each.number]]
         if not others or self.num_whole - num_blocks >= sum(each.slabs_for(self.owed[each.number]) for each in others):
-            return False
+            return 0
         counts = self._count_whole(None)
         missing = [max(self.owed[each.number] - counts[each.number].num_beside_held, 0) for each in others]
         needed = sum(each.slabs_for(count) for each, count in zip(others, missing, strict=True))
-        return self.num_whole - num_blocks < needed
+        return needed if self.num_whole - num_blocks < needed else 0
 
-    def _use_blocks_beside_held(self, taker: SlabPool, num_blocks: int) -> None:
-        """Leaves the pool its blocks beside held ones, and of the whole slabs of all pools only what else it needs."""
-        self._take_whole_slabs(taker)
-        for _ in range(taker.slabs_for(max(num_blocks - taker.policy.num_free, 0))):
-            if not self._free_slabs:
-                giver, _ = self._oldest_of_others(taker)
-                if giver is None:
-                    return
-                self._take_from(giver, [self._whole[giver.number].take()])
-            self._give(taker, 1)
+    def _spare_slabs(self, count: int) -> list[int]:
+        """So many slabs, of which no pool has any; free ones first, then those whose youngest block is oldest."""
+        while len(self._free_slabs) < count:
+            giver, _ = self._oldest_of(self.pools)
+            assert giver is not None  # they were counted
+            self._take_from(giver, [self._whole[giver.number].take()])
+        num_left = len(self._free_slabs) - count
+        spared = self._free_slabs[num_left:]
+        del self._free_slabs[num_left:]
+        return spared
 
     # -- hands -------------------------------------------------------------------------------------------------------
 

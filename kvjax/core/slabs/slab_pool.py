@@ -18,11 +18,13 @@ class SlabTaker(Protocol):
     """What a pool asks of the memory."""
 
     num_slabs: int
-    num_whole: int  # at most as many slabs as have no held block
     owner: np.ndarray  # int8[num_slabs] numbers of pools
 
     def provide(self, taker: SlabPool, num_blocks: int) -> None:
         """`SlabPool.provide`."""
+
+    def note_hits(self, taker: SlabPool, num_blocks: int) -> None:
+        """`SlabPool.note_hits`."""
 
 
 class SlabPool:
@@ -53,7 +55,7 @@ class SlabPool:
 
     def note_hits(self, num_blocks: int) -> None:
         """So many blocks that were free are held from now on, without `provide`."""
-        self.memory.num_whole -= num_blocks
+        self.memory.note_hits(self, num_blocks)
 
     def slabs(self) -> np.ndarray:  # int64[k]
         """Those that the pool has, in ascending order."""

@@ -220,3 +220,18 @@ def test_policies_that_do_not_rank_are_refused(name: str) -> None:
 def test_pools_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="expected pools of all blocks of their slabs, 8, got one of 7"):
         SlabMemory(SlabSpec(4, (2,)), [BlockPool(7, eviction_policy="learned")])
+
+
+def test_who_takes_more_blocks_than_there_are_slabs_leaves_the_rest_cached() -> None:
+    """While another pool is owed blocks: nobody loses more than what is taken and owed."""
+    world = World(101, [8, 1], seed=0)
+    pages, _ = world.pools
+    cached = pages.get_new_blocks(800)
+    world.register(0, cached.tolist())
+    pages.free_blocks(cached[::-1])
+    assert world.memory.fit([160, 3])
+    taken = pages.get_new_blocks(160)
+    assert pages.num_hashed_blocks >= 800 - 160 - 8 * 3 - 8
+    assert world.pools[1].get_new_blocks(3).size == 3
+    world.memory.check_invariants()
+    assert np.unique(taken).size == 160
