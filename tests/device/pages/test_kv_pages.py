@@ -7,14 +7,14 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, SlabSpec
 from kvjax.device import create_pages
 from kvjax.device.mesh.placement import Placement
-from kvjax.device.pages.kv_pages import page_shardings
+from kvjax.device.pages.kv_pages import page_shapes, page_shardings
 from tests.device.toy import toy_config
 
 
@@ -86,3 +86,16 @@ def test_states_beside_a_tpus_tokens_lie_as_its_kernels_take_them() -> None:
     ((place,),) = pages.slabs.places[1]
     assert place.stored_shape == (2, 3, 128)
     assert [leaf.shape for leaf in jax.tree.leaves(pages)] == [(3, 8, 128)]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_every_rank_has_all_slabs_and_every_device_its_rows(platform: str) -> None:
+    """Rows of two heads are those of two devices with one each, in every slab of three data ranks."""
+    mesh = Mesh(np.array(jax.devices()[:1] * 6).reshape(3, 2), ("data", "tensor"))
+    spec = FullAttentionSpec(block_size=2, num_kv_heads=4, head_size=128, dtype="float32")
+    pool = KVCachePoolSpec(8, (spec.page_layout(platform, 2),))
+    config = KVCacheConfig((pool,), (KVCacheGroupSpec(("layers.0",), spec),), slabs=SlabSpec(4, (2,)))
+    pages = page_shapes(config, Placement.create(mesh))
+    assert [leaf.shape for leaf in jax.tree.leaves(pages)] == [(3 * 4, 2 * 2 * 8, 128)]
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(pages)} == {PartitionSpec("data", ("tensor",))}
+    assert pages.num_pages(0) == 8
