@@ -39,6 +39,7 @@ def test_a_column_or_pool_can_be_exchanged_alone() -> None:
     changed = pages.with_column(0, 1, ones)
     assert changed.column(0, 0) is pages.column(0, 0)
     assert changed.column(0, 1) is ones
+    assert jax.tree.structure(changed) == jax.tree.structure(pages)
     assert changed.with_pool(0, pages.pools[0]).column(0, 1) is pages.column(0, 1)
 
 
@@ -99,3 +100,5 @@ def test_every_rank_has_all_slabs_and_every_device_its_rows(platform: str) -> No
     assert [leaf.shape for leaf in jax.tree.leaves(pages)] == [(3 * 4, 2 * 2 * 8, 128)]
     assert {leaf.sharding.spec for leaf in jax.tree.leaves(pages)} == {PartitionSpec("data", ("tensor",))}
     assert pages.num_pages(0) == 8
+    apart = page_shapes(replace(config, slabs=None), Placement.create(mesh))
+    assert pages.page_shapes(0) == apart.page_shapes(0)
