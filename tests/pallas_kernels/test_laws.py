@@ -18,7 +18,7 @@ TYPES = case_types()
 PAIRS = [(op, backend) for op, case_type in TYPES.items() for backend in case_type.backends]
 WRITING = [op for op, case_type in TYPES.items() if case_type().writes]
 every_op = pytest.mark.parametrize("case_type", TYPES.values(), ids=TYPES)
-NUM_QUICK = {"reference": 2, "xla": 2}  # random cases outside sweeps; 1 of each kernel, which has tests of its own
+NUM_QUICK = {"reference": 2}  # random cases outside sweeps; 1 of each other backend, which has tests of its own
 RANDOM_CASES = [
     pytest.param(op, backend, seed, marks=[pytest.mark.sweep] * (seed >= NUM_QUICK.get(backend, 1)))
     for op, backend in PAIRS
