@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.cases.in_slabs import bits
 from pallas_kernels.layouts import PageLayout, attention_layout, latent_layout, recurrent_layout
-from pallas_kernels.slab_pages import PlaceInSlab, SlabArray, SlabColumn, places_of
+from pallas_kernels.slab_pages import PlaceInSlab, SlabArray, SlabColumn, places_of, rows_of
 
 SLABS = 4
 STATES_ON_TPU = {
@@ -127,3 +127,9 @@ def test_a_jitted_loop_that_is_given_the_memory_changes_it_in_place() -> None:
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == column.memory.nbytes
     assert memory.temp_size_in_bytes < column.memory.nbytes
+
+
+@pytest.mark.parametrize(("dtype", "in_a_row"), [("float32", 128), ("bfloat16", 256), ("int8", 512)])
+def test_rows_are_filled_to_the_last_number(dtype: str, in_a_row: int) -> None:
+    counts = (1, in_a_row, in_a_row + 1, 9 * in_a_row, 9 * in_a_row + 1)
+    assert [rows_of(count, dtype) for count in counts] == [1, 1, 2, 9, 10]

@@ -15,7 +15,7 @@ from kvjax.core.slabs import slab_memory, whole_slabs
 from kvjax.core.slabs.slab_memory import SlabMemory
 from kvjax.core.slabs.whole_slabs import HELD, UNKNOWN, WholeSlabs
 from kvjax.core.spec import SlabSpec
-from kvjax.errors import OutOfBlocksError
+from kvjax.errors import InvariantError, OutOfBlocksError
 from tests.core.slabs.naive_slabs import NaiveSlabs
 
 NUM_QUICK = 6  # seeds; those of the sweep make a million calls in lock step
@@ -235,3 +235,13 @@ def test_who_takes_more_blocks_than_there_are_slabs_leaves_the_rest_cached() -> 
     assert world.pools[1].get_new_blocks(3).size == 3
     world.memory.check_invariants()
     assert np.unique(taken).size == 160
+
+
+@pytest.mark.parametrize(("slab", "owner"), [(0, 0), (1, slab_memory.NULL), (1, 2)])
+def test_slabs_of_nobody_are_told(slab: int, owner: int) -> None:
+    """The null slab is nobody else's, no other is null, and owners are pools."""
+    world = World(3, [4, 1], seed=0)
+    world.pools[0].get_new_blocks(5)  # the first of the other slabs, and one more
+    world.memory.owner[slab] = owner
+    with pytest.raises(InvariantError, match="S1: slab 0 is not the null one, or another is"):
+        world.memory.check_invariants()

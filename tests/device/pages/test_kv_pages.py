@@ -102,3 +102,5 @@ def test_every_rank_has_all_slabs_and_every_device_its_rows(platform: str) -> No
     assert pages.num_pages(0) == 8
     apart = page_shapes(replace(config, slabs=None), Placement.create(mesh))
     assert pages.page_shapes(0) == apart.page_shapes(0)
+    assert pages.specs(0, 0) == PartitionSpec("data", ("tensor",))
+    assert apart.specs(0, 0) == tuple(array.sharding.spec for array in apart.column(0, 0))
