@@ -245,3 +245,15 @@ def test_slabs_of_nobody_are_told(slab: int, owner: int) -> None:
     world.memory.owner[slab] = owner
     with pytest.raises(InvariantError, match="S1: slab 0 is not the null one, or another is"):
         world.memory.check_invariants()
+
+
+def test_slabs_of_another_pool_are_found_to_the_last() -> None:
+    """Though some are noted at a time."""
+    world = World(40, [2, 1], seed=0)
+    ids = world.pools[0].get_new_blocks(78)
+    world.register(0, ids.tolist())
+    world.pools[0].free_held(ids)
+    world.memory.note_step_planned()
+    for _ in range(39):
+        world.pools[1].get_new_blocks(1)
+    assert world.memory.snapshot() == (slab_memory.NULL, *[1] * 39)
