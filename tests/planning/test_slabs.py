@@ -133,3 +133,13 @@ def test_devices_keep_slabs_as_planned_and_kernels_take_them(model: str, platfor
             elif platform == "tpu":
                 assert reason_of_slabs(array) is None
                 assert array.memory.shape[1] == array.place.blocks_per_slab * array.place.page_rows
+
+
+def test_groups_of_unlike_layers_share_no_memory() -> None:
+    """Nor do pools that are one; layers of one size share it with states."""
+    narrow = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype="float32")
+    state = MambaSpec(block_size=16, shapes=((64, 128),), dtypes=("float32",), mamba_cache_mode="align")
+    specs = {"a": narrow, "b": narrow, "state": state}
+    assert common_columns(specs, "gpu", hybrid=True) == 1
+    assert common_columns(specs | {"b": replace(narrow, head_size=128)}, "gpu", hybrid=True) is None
+    assert common_columns({"a": narrow, "b": narrow}, "gpu", hybrid=True) is None
