@@ -43,6 +43,7 @@ class Deployment:
     hybrid: bool | None = None
     one_memory: bool | None = None
     idle_state_dtype: str | None = None
+    state_block_size: int | None = None
 
 
 _TYPES: dict[str, type] = {

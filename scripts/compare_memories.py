@@ -24,6 +24,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,9 @@ from kvjax.cli.options.replay import add_reading_arguments, reading_of
 from kvjax.cli.options.types import int_list, positive_int
 from kvjax.configs import load_model_config
 from kvjax.core.kinds.retention import default_interval
-from kvjax.planning import Load
+from kvjax.planning import Load, with_state_blocks
 from kvjax.planning.slabs import common_columns
+from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import ReplayConfig, TraceRequest, read_trace, run_replay
 from kvjax.replay.bounds import CacheCosts, PromptTree, free_exchange
 from kvjax.replay.bounds.pieces import CHECKPOINT_TOKENS
@@ -65,14 +67,15 @@ class Memories:
         return 100 * self._known[key] / sum(request.input_length for request in self._trace)
 
     def _hit_tokens(self, model: str, memory_bytes: int, column: str) -> int:
-        specs = load_model_config(model).kv_cache_specs()
+        own = load_model_config(model).kv_cache_specs()
+        specs = with_state_blocks(own, STATE_BLOCK_SIZE)
         config = ReplayConfig(specs, memory_bytes=memory_bytes, serial=True, hash_algorithm="xxhash_cbor")
         if column == "free exchange":
             return _free_exchange(self._trace, config)
         if column == "parts":
             config = replace(config, one_memory=False)
         if column == "equal pages":
-            equal = load_model_config(model).kv_cache_specs(config.block_size)
+            equal = load_model_config(model).kv_cache_specs(lcm(*(spec.block_size for spec in own.values())))
             config = replace(config, specs=equal, one_memory=True)
             slabs = plan_cache(self._trace, config).slabs
             assert slabs is not None

@@ -11,6 +11,7 @@ from kvjax.planning.parallel import Parallelism, RankShare
 from kvjax.planning.plan import KVCachePlan, plan_kv_cache
 from kvjax.planning.shape import CacheShape
 from kvjax.planning.spec_rules import per_device, promoted
+from kvjax.planning.state_blocks import with_state_blocks
 from kvjax.planning.summary import GroupPlanSummary, PoolPlan
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "plan_kv_cache",
     "promoted",
     "with_idle_states",
+    "with_state_blocks",
 ]

@@ -10,6 +10,8 @@ import pytest
 
 from kvjax.cli.main import main
 from kvjax.configs import known_models, load_model_config
+from kvjax.planning import with_state_blocks
+from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import BatchingConfig, ReplayConfig, generate_workload, run_replay, write_trace
 
 
@@ -45,7 +47,8 @@ def test_worked_example_in_text(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.filterwarnings("always::kvjax.errors.NeverHitsWarning")
 def test_a_cache_that_can_never_hit_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks of 544 tokens, requests of 500."""
-    assert main(["plan", "qwen3-next-80b-a3b", "--memory", "80GB", "--max-model-len", "500"]) == 0
+    argv = ["plan", "qwen3-next-80b-a3b", "--memory", "80GB", "--max-model-len", "500", "--state-block-size", "2048"]
+    assert main(argv) == 0
     err = capsys.readouterr().err
     assert err.startswith("kvjax: warning: prefix caching is on, and no prompt can ever hit: hits are multiples of 544")
     assert err.count("\n") == 1
@@ -140,7 +143,7 @@ def test_a_trace_balances_the_pools(capsys: pytest.CaptureFixture[str], tmp_path
     for kind in ("chat", "documents"):
         trace, file = generate_workload(kind, 40, 0), tmp_path / f"{kind}.jsonl"
         write_trace(trace, file)
-        specs = load_model_config("jamba-1.5-mini").kv_cache_specs()
+        specs = with_state_blocks(load_model_config("jamba-1.5-mini").kv_cache_specs(), STATE_BLOCK_SIZE)
         longest = max(request.input_length + request.output_length for request in trace)
         argv = ("jamba-1.5-mini", "--memory", "1GiB", "--trace", str(file), "--max-model-len", str(longest))
         argv += ("--no-one-memory",)

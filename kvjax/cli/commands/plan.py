@@ -18,10 +18,19 @@ from kvjax.configs import Deployment, known_deployments, known_models, load_depl
 from kvjax.core import KVCacheManager, KVCacheSpec
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache, with_idle_states
+from kvjax.planning import (
+    CacheShape,
+    KVCachePlan,
+    Load,
+    Parallelism,
+    plan_kv_cache,
+    with_idle_states,
+    with_state_blocks,
+)
 from kvjax.planning.load import USUAL_RUNNING, USUAL_TOKENS
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
+from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import read_trace
 from kvjax.replay.requests.trace import cut_tails
 from kvjax.replay.working_set import load_of
@@ -39,6 +48,7 @@ SETTINGS = (
     "hybrid",
     "one_memory",
     "idle_state_dtype",
+    "state_block_size",
 )
 
 
@@ -147,6 +157,7 @@ def _longest(model: ModelConfig, deployment: Deployment) -> int:
 
 def _specs(model: ModelConfig, deployment: Deployment) -> dict[str, KVCacheSpec]:
     specs = model.kv_cache_specs(deployment.block_size, deployment.dtype)
+    specs = with_state_blocks(specs, deployment.state_block_size or STATE_BLOCK_SIZE)
     return specs if deployment.idle_state_dtype is None else with_idle_states(specs, deployment.idle_state_dtype)
 
 
@@ -175,7 +186,7 @@ def _trace_load(args: argparse.Namespace, model: ModelConfig, deployment: Deploy
         trace,
         _shape(model, deployment),
         deployment.memory_bytes,
-        alignment=lcm(*(spec.block_size for spec in model.kv_cache_specs(deployment.block_size).values())),
+        alignment=lcm(*(spec.block_size for spec in _specs(model, deployment).values())),
         max_model_len=deployment.max_model_len or model.max_model_len,
         max_in_flight_tokens=deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS,
         max_running=deployment.max_num_seqs or USUAL_RUNNING,

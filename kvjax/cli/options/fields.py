@@ -63,6 +63,12 @@ OPTIONS = {
         "of recurrent states that are only cached, with a scale a head (default: as requests run on them)",
         choices=IDLE_STATE_DTYPES,
     ),
+    "state_block_size": Option(
+        "recurrent states can be hit every N tokens, or at the next multiple of all other blocks; vLLM's rules have "
+        "blocks of their own",
+        type=positive_int,
+        metavar="N",
+    ),
     "hash_algorithm": Option("of block hashes", choices=ALGORITHMS),
     "eviction_policy": Option("which free block to use next", "--policy", choices=EVICTION_POLICIES),
     "retention_interval": Option(

@@ -14,7 +14,8 @@ from kvjax.cli.options.types import positive_int
 from kvjax.configs import known_models, load_model_config
 from kvjax.core import KVCacheSpec
 from kvjax.errors import ConfigError
-from kvjax.planning import Load, with_idle_states
+from kvjax.planning import Load, with_idle_states, with_state_blocks
+from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import (
     REPLAY_POLICIES,
     WORKLOADS,
@@ -117,6 +118,7 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     add_load_arguments(group, "what the trace says")
     add_option(group, "dtype", default=None)
     add_option(group, "idle_state_dtype", default=None)
+    add_option(group, "state_block_size", default=STATE_BLOCK_SIZE)
     add_fields(group, ReplayConfig, *CACHE)
     add_option(
         group,
@@ -205,6 +207,8 @@ def specs_of(args: argparse.Namespace, model: str) -> dict[str, KVCacheSpec]:
         ConfigError: a bad model.
     """
     specs = load_model_config(model).kv_cache_specs(args.block_size, args.dtype)
+    if args.rules is None and getattr(args, "retention_interval", 0) is not None:
+        specs = with_state_blocks(specs, args.state_block_size)
     return specs if args.idle_state_dtype is None else with_idle_states(specs, args.idle_state_dtype)
 
 

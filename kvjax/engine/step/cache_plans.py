@@ -16,7 +16,15 @@ from typing import Any
 from kvjax.core.spec import KVCacheSpec
 from kvjax.engine.step.config import EngineConfig
 from kvjax.models.config import ModelConfig
-from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache, with_idle_states
+from kvjax.planning import (
+    CacheShape,
+    KVCachePlan,
+    Load,
+    Parallelism,
+    plan_kv_cache,
+    with_idle_states,
+    with_state_blocks,
+)
 from kvjax.planning.sizing import requests_that_fit, size_pools
 
 
@@ -38,6 +46,8 @@ def plan_caches(
     """
     num_drafts = config.num_drafts
     specs = with_drafts(model.kv_cache_specs(config.block_size * parallel.page_context, config.dtype), num_drafts)
+    if config.short_state_blocks is not None:
+        specs = with_state_blocks(specs, config.short_state_blocks)
     if config.idle_state_dtype is not None and config.enable_prefix_caching:
         specs = with_idle_states(specs, config.idle_state_dtype)
     own: dict[str, Any] = {

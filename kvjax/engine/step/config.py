@@ -14,6 +14,7 @@ from kvjax.core.options.release_rules import RELEASES
 from kvjax.engine.scheduling.speculation import SpeculativeConfig
 from kvjax.planning.idle_states import IDLE_STATE_DTYPES
 from kvjax.planning.load import USUAL_TOKENS
+from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
 from kvjax.tiers.config import TierConfig
 
 
@@ -46,6 +47,8 @@ class EngineConfig:
         idle_state_dtype: "int8" or "int16": recurrent states that are only cached are kept so, with a scale a head, so
             that the memory caches more of them. A hit starts from what comes back of them: docs/capacity.md has how
             far logits move. None: as requests run on them.
+        state_block_size: recurrent states can be hit every so many tokens, or at the next multiple of all other blocks
+            (`with_state_blocks`). None, and by the rules of a release: as seldom as in vLLM.
         seed: of sampling and of block hashes.
         hash_algorithm: of block hashes.
         async_scheduling: whether a step starts before the tokens of the one before it are read. The price is a step's
@@ -83,6 +86,7 @@ class EngineConfig:
     hybrid: bool = True
     one_memory: bool | None = None
     idle_state_dtype: str | None = None
+    state_block_size: int | None = STATE_BLOCK_SIZE
     seed: int = 0
     hash_algorithm: str = "sha256_cbor"
     async_scheduling: bool = False
@@ -115,6 +119,12 @@ class EngineConfig:
         if self.one_memory is None:
             return self.memory_bytes is not None and self.manager_options.may_share_slabs
         return self.one_memory
+
+    @property
+    def short_state_blocks(self) -> int | None:
+        """`state_block_size` where states are kept at checkpoints alone; None elsewhere."""
+        keeps_all = self.release is not None or self.sub_block_hits or not self.enable_prefix_caching
+        return None if keeps_all else self.state_block_size
 
     @property
     def manager_options(self) -> ManagerOptions:
@@ -163,6 +173,8 @@ class EngineConfig:
             )
         if self.release is not None and self.release not in RELEASES:
             raise ValueError(f"expected release of {', '.join(RELEASES)} or None, got {self.release!r}")
+        if self.state_block_size is not None and self.state_block_size < 1:
+            raise ValueError(f"expected state_block_size >= 1 or None, got {self.state_block_size}")
         if self.idle_state_dtype not in (None, *IDLE_STATE_DTYPES):
             raise ValueError(
                 f"expected idle_state_dtype of {', '.join(IDLE_STATE_DTYPES)} or None, got {self.idle_state_dtype!r}"
