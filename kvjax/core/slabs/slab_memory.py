@@ -242,12 +242,13 @@ class SlabMemory:
         return needed if self.num_whole - num_blocks < needed else 0
 
     def _spare_slabs(self, count: int) -> list[int]:
-        """So many slabs, of which no pool has any; free ones first, then those whose youngest block is oldest."""
+        """So many slabs, or all, which no pool has then: free ones, else those whose youngest block is oldest."""
         while len(self._free_slabs) < count:
             giver, _ = self._oldest_of(self.pools)
-            assert giver is not None  # they were counted
+            if giver is None:
+                break
             self._take_from(giver, [self._whole[giver.number].take()])
-        num_left = len(self._free_slabs) - count
+        num_left = max(len(self._free_slabs) - count, 0)
         spared = self._free_slabs[num_left:]
         del self._free_slabs[num_left:]
         return spared
