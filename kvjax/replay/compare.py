@@ -4,7 +4,7 @@ Flow:    trace, ReplayConfig of a model and a size -> [replay_hits, bound_hits] 
 
     serial           as configured, one prompt after another
     batches          the same in continuous batching
-    vLLM's rules     as `serial`, by the exact rules of the newest release of vLLM
+    vLLM's rules     as `serial`, by the exact rules of the newest release of vLLM, on the same blocks
     free exchange    bytes exchanged freely under LRU; `unforgetting`: were checkpoints free
     clairvoyant      bytes exchanged freely by who knows the trace
 """
