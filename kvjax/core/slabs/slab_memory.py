@@ -40,7 +40,8 @@ from kvjax.core.spec import SlabSpec
 from kvjax.errors import InvariantError
 
 FREE, NULL = -1, -2
-AHEAD = 256  # of a pool's blocks one of so many may be blank before it is needed
+NEXT = 16  # of a pool's free blocks one of so many may be made blank for the next step
+AHEAD = 256  # and one of so many for those behind it
 STEPS_AHEAD = 8  # that blocks are made blank for at once
 
 
@@ -158,9 +159,10 @@ class SlabMemory:
             if each.num_grown:
                 each.num_ahead = max(each.num_grown + each.num_grown // 2, each.num_ahead - each.num_ahead // 8)
                 each.num_grown = 0
-                most = each.pool.num_free_blocks // AHEAD
-                if each.policy.num_blank < min(each.num_ahead, most):
-                    self._make_blank(each, min(STEPS_AHEAD * each.num_ahead, most))
+                num_free = each.pool.num_free_blocks
+                needed = min(each.num_ahead, num_free // NEXT)
+                if each.policy.num_blank < needed:
+                    self._make_blank(each, max(needed, min(STEPS_AHEAD * each.num_ahead, num_free // AHEAD)))
 
     def _make_blank(self, taker: SlabPool, num_blocks: int) -> None:
         """Lets the pool have so many blank blocks, as long as there are any; if it has too few, none is young then."""

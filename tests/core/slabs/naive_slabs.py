@@ -114,9 +114,9 @@ class NaiveSlabs:
                 pool.num_grown = 0
                 num_slabs = len(self.free_slabs) + sum(owner != p for owner in self.owner.values())
                 num_free = len(pool.free) + num_slabs * pool.blocks_per_slab
-                most = num_free // self.ahead
-                if len(pool.blank) < min(pool.num_ahead, most):
-                    self.make_blank(p, min(8 * pool.num_ahead, most))
+                needed = min(pool.num_ahead, num_free // 16)
+                if len(pool.blank) < needed:
+                    self.make_blank(p, max(needed, min(8 * pool.num_ahead, num_free // self.ahead)))
 
     def evict(self, p: int, blocks: list[int]) -> None:
         """Free or held, those that last first."""
