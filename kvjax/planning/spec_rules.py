@@ -15,10 +15,9 @@ from math import gcd
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
-from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import LatentWindowSpec, MLAAttentionSpec
+from kvjax.core.kinds.recurrent_spec import StateArraysSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.core.kinds.unshared import RunningStateSpec
 from kvjax.core.spec import AttentionSpec, KVCacheSpec, cdiv
 
 
@@ -69,7 +68,7 @@ def _(spec: AttentionSpec) -> int:
 
 
 @num_shards.register
-def _(spec: MambaSpec | RunningStateSpec) -> int:
+def _(spec: StateArraysSpec) -> int:
     """All arrays of a state are split along their first dimension."""
     return gcd(*(shape[0] for shape in spec.shapes))
 
@@ -87,7 +86,7 @@ def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
 
 
 @per_device.register
-def _(spec: MambaSpec | RunningStateSpec, tensor_parallel: int) -> KVCacheSpec:
+def _(spec: StateArraysSpec, tensor_parallel: int) -> KVCacheSpec:
     parts = min(tensor_parallel, num_shards(spec))
     return replace(spec, shapes=tuple((shape[0] // parts, *shape[1:]) for shape in spec.shapes), page_size_padded=None)
 
@@ -109,7 +108,7 @@ def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
 
 
 @replicated.register
-def _(spec: MambaSpec | RunningStateSpec, tensor_parallel: int) -> KVCacheSpec:
+def _(spec: StateArraysSpec, tensor_parallel: int) -> KVCacheSpec:
     copies = max(tensor_parallel // num_shards(spec), 1)
     return replace(spec, shapes=tuple((shape[0] * copies, *shape[1:]) for shape in spec.shapes), page_size_padded=None)
 
@@ -126,7 +125,7 @@ def _(spec: CrossAttentionSpec, num_tokens: int, context_parallel: int) -> int:
 
 
 @table_columns.register
-def _(spec: MambaSpec | RunningStateSpec, num_tokens: int, context_parallel: int) -> int:
+def _(spec: StateArraysSpec, num_tokens: int, context_parallel: int) -> int:
     """Speculative blocks follow the running one; without cached states that is in the first column."""
     columns = cdiv(num_tokens, spec.block_size) if spec.mamba_cache_mode == "align" else 1
     return columns + spec.num_speculative_blocks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, NamedTuple
@@ -98,6 +99,14 @@ def _every_family(*, variants: bool) -> pytest.MarkDecorator:
 
 
 every_family, every_family_but_variants = _every_family(variants=True), _every_family(variants=False)
+every_recurrent_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=family.name, marks=[] if family.name == "qwen3_next" else [pytest.mark.sweep])
+        for family in IN_SLABS
+        if family.name != "gemma4"
+    ],
+)
 
 
 class Recorded(NamedTuple):
@@ -214,6 +223,19 @@ def run_goldens(
     ids = [add_golden(engine, golden, params or greedy_params()) for golden in goldens]
     results = drain(engine)
     return [(golden, results[request_id]) for golden, request_id in zip(goldens, ids, strict=True)]
+
+
+def run_preempted(engine: RecordingEngine, family: Family) -> list[tuple[Golden, GenerationResult]]:
+    """`run_goldens`; every third step the last running request loses all it has."""
+    goldens = {add_golden(engine, golden, greedy_params()): golden for golden in goldens_of(family.name)}
+    results: dict[str, GenerationResult] = {}
+    for step in itertools.count():
+        if step % 3 == 2 and len(engine.scheduler.running) > 1:
+            engine.scheduler.preempt_last()
+        results |= {result.request_id: result for result in engine.step().results.values()}
+        if len(results) == len(goldens):
+            break
+    return [(golden, results[request_id]) for request_id, golden in goldens.items()]
 
 
 def drain(engine: LLMEngine) -> dict[str, GenerationResult]:

@@ -6,13 +6,12 @@ The goldens' two best logits differ by more than 1e-3 at every step, so a correc
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 
 from kvjax.device.programs.compile_counter import count_compilations
-from kvjax.engine import GenerationResult, SamplingParams
+from kvjax.engine import SamplingParams
 from tests.models.families import (
     ATOL,
     NUM_GREEDY_TOKENS,
@@ -26,6 +25,7 @@ from tests.models.families import (
     greedy_params,
     make_engine,
     run_goldens,
+    run_preempted,
     tokens_of_a_hit,
 )
 from tests.models.golden_models import goldens_of
@@ -100,17 +100,10 @@ def test_prefix_hits_change_nothing(family: Family, async_scheduling: bool) -> N
 def test_preemption_at_any_time(family: Family, enable_prefix_caching: bool, async_scheduling: bool) -> None:
     """Every third step the last running request loses all it has."""
     engine = make_engine(family, enable_prefix_caching=enable_prefix_caching, async_scheduling=async_scheduling)
-    goldens = {add_golden(engine, golden, greedy_params()): golden for golden in goldens_of(family.name)}
-    results: dict[str, GenerationResult] = {}
-    for step in itertools.count():
-        if step % 3 == 2 and len(engine.scheduler.running) > 1:
-            engine.scheduler.preempt_last()
-        results |= {result.request_id: result for result in engine.step().results.values()}
-        if len(results) == len(goldens):
-            break
-    for request_id, golden in goldens.items():
-        np.testing.assert_array_equal(results[request_id].output_token_ids, golden.greedy, err_msg=request_id)
-    assert sum(result.stats.num_preemptions for result in results.values()) > len(goldens)
+    results = run_preempted(engine, family)
+    for golden, result in results:
+        np.testing.assert_array_equal(result.output_token_ids, golden.greedy, err_msg=result.request_id)
+    assert sum(result.stats.num_preemptions for _, result in results) > len(results)
     engine.step()
     assert_nothing_is_left(engine)
 

@@ -18,15 +18,8 @@ from kvjax.configs import Deployment, known_deployments, known_models, load_depl
 from kvjax.core import KVCacheManager, KVCacheSpec
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.planning import (
-    CacheShape,
-    KVCachePlan,
-    Load,
-    Parallelism,
-    plan_kv_cache,
-    with_idle_states,
-    with_state_blocks,
-)
+from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
+from kvjax.planning.deployed_specs import deployed_specs
 from kvjax.planning.load import USUAL_RUNNING, USUAL_TOKENS
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
@@ -156,9 +149,11 @@ def _longest(model: ModelConfig, deployment: Deployment) -> int:
 
 
 def _specs(model: ModelConfig, deployment: Deployment) -> dict[str, KVCacheSpec]:
-    specs = model.kv_cache_specs(deployment.block_size, deployment.dtype)
-    specs = with_state_blocks(specs, deployment.state_block_size or STATE_BLOCK_SIZE)
-    return specs if deployment.idle_state_dtype is None else with_idle_states(specs, deployment.idle_state_dtype)
+    return deployed_specs(
+        model.kv_cache_specs(deployment.block_size, deployment.dtype),
+        state_block_size=deployment.state_block_size or STATE_BLOCK_SIZE,
+        idle_state_dtype=deployment.idle_state_dtype,
+    )
 
 
 def _shape(model: ModelConfig, deployment: Deployment) -> CacheShape:

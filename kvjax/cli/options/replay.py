@@ -14,7 +14,8 @@ from kvjax.cli.options.types import positive_int
 from kvjax.configs import known_models, load_model_config
 from kvjax.core import KVCacheSpec
 from kvjax.errors import ConfigError
-from kvjax.planning import Load, with_idle_states, with_state_blocks
+from kvjax.planning import Load
+from kvjax.planning.deployed_specs import deployed_specs
 from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import (
     REPLAY_POLICIES,
@@ -206,10 +207,12 @@ def specs_of(args: argparse.Namespace, model: str) -> dict[str, KVCacheSpec]:
     Raises:
         ConfigError: a bad model.
     """
-    specs = load_model_config(model).kv_cache_specs(args.block_size, args.dtype)
-    if args.rules is None and getattr(args, "retention_interval", 0) is not None:
-        specs = with_state_blocks(specs, args.state_block_size)
-    return specs if args.idle_state_dtype is None else with_idle_states(specs, args.idle_state_dtype)
+    keeps_all = args.rules is not None or getattr(args, "retention_interval", 0) is None
+    return deployed_specs(
+        load_model_config(model).kv_cache_specs(args.block_size, args.dtype),
+        state_block_size=None if keeps_all else args.state_block_size,
+        idle_state_dtype=args.idle_state_dtype,
+    )
 
 
 def config_of(args: argparse.Namespace) -> ReplayConfig:

@@ -196,7 +196,7 @@ class ProbationPolicy(RankedPolicy):
 
     def make_blank(self, ids: np.ndarray) -> None:
         """From their queues to the tail of the blank ones."""
-        self.remove(ids)
+        self.lose(ids)
         self.gain(ids)
 
     def gain(self, ids: np.ndarray) -> None:
@@ -205,8 +205,6 @@ class ProbationPolicy(RankedPolicy):
         self.ranks[ids] = 0
         self._num_free += ids.size
         self._blank.append_distinct(ids)
-        if self._knew_probation:
-            self._on_probation[ids] = False
 
     def lose(self, ids: np.ndarray) -> None:
         """From their queues."""

@@ -153,4 +153,25 @@ class RecurrentSpec(KVCacheSpec):
         return tokens if self.mamba_cache_mode == "align" else np.where(tokens > 0, np.iinfo(np.int64).max, 0)
 
 
-__all__ = ["RecurrentSpec"]
+@dataclass(frozen=True, kw_only=True)
+class StateArraysSpec(RecurrentSpec):
+    """Arrays of one state: `shapes` and `dtypes` side by side."""
+
+    layer_fields: ClassVar[frozenset[str]] = RecurrentSpec.layer_fields | {"shapes", "dtypes"}
+    supports_eagle: ClassVar[bool] = True
+
+    shapes: tuple[tuple[int, ...], ...]  # of each array of one state
+    dtypes: tuple[str, ...]  # of each array
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """`shapes`."""
+        return self.shapes
+
+    @property
+    def state_dtypes(self) -> tuple[str, ...]:
+        """`dtypes`."""
+        return self.dtypes
+
+
+__all__ = ["RecurrentSpec", "StateArraysSpec"]

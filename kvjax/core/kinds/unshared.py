@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvjax.core.kinds.mla import LatentWindowSpec
-from kvjax.core.kinds.recurrent_spec import RecurrentSpec
+from kvjax.core.kinds.recurrent_spec import RecurrentSpec, StateArraysSpec
 from kvjax.core.kinds.registry import register_kv_cache_spec
 
 
@@ -53,15 +53,10 @@ class RequestBufferSpec(RecurrentSpec):
 
 @register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
-class RunningStateSpec(RecurrentSpec):
+class RunningStateSpec(StateArraysSpec):
     """The states that requests run on, where those that are cached lie in a group of their own (`idle_groups`)."""
 
-    layer_fields: ClassVar[frozenset[str]] = RecurrentSpec.layer_fields | {"shapes", "dtypes"}
     is_prefix_cacheable: ClassVar[bool] = False
-    supports_eagle: ClassVar[bool] = True
-
-    shapes: tuple[tuple[int, ...], ...]  # of each array of one state
-    dtypes: tuple[str, ...]  # of each array
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,16 +67,6 @@ class RunningStateSpec(RecurrentSpec):
     def kind(self) -> str:
         """Name in KV events."""
         return "running_state"
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """`shapes`."""
-        return self.shapes
-
-    @property
-    def state_dtypes(self) -> tuple[str, ...]:
-        """`dtypes`."""
-        return self.dtypes
 
 
 @register_kv_cache_spec

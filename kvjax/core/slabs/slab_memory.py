@@ -220,7 +220,10 @@ class SlabMemory:
 
         What they cache is lost.
         """
-        return sum(self._take_whole_slabs(each) for each in self.pools) > 0
+        num_moved = self.num_moved
+        for each in self.pools:
+            self._take_from(each, each.whole_slabs().tolist())
+        return self.num_moved > num_moved
 
     # -- where whole slabs are few -----------------------------------------------------------------------------------
 
@@ -264,12 +267,6 @@ class SlabMemory:
         del self._free_slabs[num_left:]
         self.owner[slabs] = taker.number
         taker.gain(slabs)
-
-    def _take_whole_slabs(self, giver: SlabPool) -> int:
-        """Frees all slabs of a pool without held blocks; how many."""
-        slabs: list[int] = giver.whole_slabs().tolist()
-        self._take_from(giver, slabs)
-        return len(slabs)
 
     def _take_from(self, giver: SlabPool, slabs: list[int]) -> None:
         """Frees slabs without held blocks."""

@@ -16,15 +16,8 @@ from typing import Any
 from kvjax.core.spec import KVCacheSpec
 from kvjax.engine.step.config import EngineConfig
 from kvjax.models.config import ModelConfig
-from kvjax.planning import (
-    CacheShape,
-    KVCachePlan,
-    Load,
-    Parallelism,
-    plan_kv_cache,
-    with_idle_states,
-    with_state_blocks,
-)
+from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
+from kvjax.planning.deployed_specs import deployed_specs
 from kvjax.planning.sizing import requests_that_fit, size_pools
 
 
@@ -46,10 +39,11 @@ def plan_caches(
     """
     num_drafts = config.num_drafts
     specs = with_drafts(model.kv_cache_specs(config.block_size * parallel.page_context, config.dtype), num_drafts)
-    if config.short_state_blocks is not None:
-        specs = with_state_blocks(specs, config.short_state_blocks)
-    if config.idle_state_dtype is not None and config.enable_prefix_caching:
-        specs = with_idle_states(specs, config.idle_state_dtype)
+    specs = deployed_specs(
+        specs,
+        state_block_size=config.short_state_blocks,
+        idle_state_dtype=config.idle_state_dtype if config.enable_prefix_caching else None,
+    )
     own: dict[str, Any] = {
         "max_model_len": config.max_model_len,
         "max_in_flight_tokens": config.max_in_flight_tokens,

@@ -5,8 +5,6 @@ What 8 bits do to logits is measured, not promised: docs/capacity.md.
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
@@ -17,27 +15,21 @@ from tests.models.families import (
     IN_SLABS,
     Family,
     RecordingEngine,
-    add_golden,
     assert_golden,
     assert_nothing_is_left,
     engine_config,
-    greedy_params,
+    every_recurrent_family,
     loaded,
     run_goldens,
+    run_preempted,
 )
-from tests.models.golden_models import goldens_of
 from tests.models.one_family.test_hybrids_in_slabs import small_engine
 
 ATOL = 1e-2  # of float32 logits behind hits on states of 16 bits
-RECURRENT = [family for family in IN_SLABS if family.name != "gemma4"]
-QWEN = next(family for family in RECURRENT if family.name == "qwen3_next")
-families = pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, id=family.name, marks=[] if family == QWEN else [pytest.mark.sweep]) for family in RECURRENT],
-)
+QWEN = next(family for family in IN_SLABS if family.name == "qwen3_next")
 
 
-@families
+@every_recurrent_family
 def test_hits_on_16_bits_go_on_as_the_request_did(family: Family) -> None:
     """In slabs of which every number that nobody has written is NaN; requests are preempted on the way."""
     engine = small_engine(family, 4.0, idle_state_dtype="int16", async_scheduling=True)
@@ -47,22 +39,14 @@ def test_hits_on_16_bits_go_on_as_the_request_did(family: Family) -> None:
             assert_golden(engine, golden, result, ATOL)
             num_hit += result.stats.num_cached_tokens
     assert num_hit
-    goldens = {add_golden(engine, golden, greedy_params()): golden for golden in goldens_of(family.name)}
-    results = {}
-    for step in itertools.count():
-        if step % 3 == 2 and len(engine.scheduler.running) > 1:
-            engine.scheduler.preempt_last()
-        results |= {result.request_id: result for result in engine.step().results.values()}
-        if len(results) == len(goldens):
-            break
-    for request_id, golden in goldens.items():
-        np.testing.assert_array_equal(results[request_id].output_token_ids, golden.greedy, err_msg=request_id)
+    for golden, result in run_preempted(engine, family):
+        np.testing.assert_array_equal(result.output_token_ids, golden.greedy, err_msg=result.request_id)
     engine.step()
     assert_nothing_is_left(engine)
 
 
 @pytest.mark.sweep
-@families
+@every_recurrent_family
 def test_drafts_leave_what_hits_start_from(family: Family) -> None:
     settings = {"speculative": SpeculativeConfig(num_drafts=2), "idle_state_dtype": "int16"}
     engine = RecordingEngine(loaded(family), engine_config(family, **settings))

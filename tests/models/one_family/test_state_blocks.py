@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import jax
-import numpy as np
-import pytest
-
 from tests.models.families import (
-    IN_SLABS,
     Family,
-    RecordingEngine,
     add_golden,
     assert_golden,
     assert_nothing_is_left,
     drain,
-    engine_config,
+    every_recurrent_family,
     greedy_params,
-    loaded,
     tokens_of_a_hit,
 )
 from tests.models.golden_models import goldens_of
-
-QUICK = "qwen3_next"
-RECURRENT = [family for family in IN_SLABS if family.name != "gemma4"]
-families = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, id=family.name, marks=[] if family.name == QUICK else [pytest.mark.sweep])
-        for family in RECURRENT
-    ],
-)
+from tests.models.one_family.test_hybrids_in_slabs import small_engine
 
 
-@families
+@every_recurrent_family
 def test_a_hit_at_every_length_goes_on_as_hugging_face_does(family: Family) -> None:
     """A request of the first tokens leaves a state where it ends, from which the whole prompt goes on."""
-    settings = {"state_block_size": family.block_size}
-    engine = RecordingEngine(loaded(family), engine_config(family, **settings))
+    engine = small_engine(family, 4.0, state_block_size=family.block_size)
     assert tokens_of_a_hit(engine) == family.block_size
-    pages = engine._runner.pages
-    engine._runner.pages = jax.tree.map(lambda memory: memory.at[1:].set(np.uint32(0xFFFFFFFF)), pages)
     golden = max(goldens_of(family.name), key=lambda golden: len(golden.prompt))
     for length in range(family.block_size, len(golden.prompt), family.block_size):
         engine.add_request(golden.prompt[:length], greedy_params(1))
