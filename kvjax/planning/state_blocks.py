@@ -17,7 +17,7 @@ from math import lcm
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheSpec, cdiv
 
-STATE_BLOCK_SIZE = 64
+STATE_BLOCK_SIZE = 16
 
 
 def with_state_blocks(specs: Mapping[str, KVCacheSpec], block_size: int) -> dict[str, KVCacheSpec]:

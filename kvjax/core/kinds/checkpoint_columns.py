@@ -88,7 +88,7 @@ class CheckpointColumns:
         """
         self.need = need
         self.has_probation = has_probation
-        self._retention = retention
+        self.retention = retention
         self._by_interval = np.zeros(num_columns, np.bool_)
         if interval:
             self._by_interval |= need.needed_by_multiples(interval, num_columns)
@@ -107,7 +107,7 @@ class CheckpointColumns:
 
     def find_own(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
         """bool[n] which blocks the rows' own checkpoints need: they are not on probation; None: none."""
-        retention, need = self._retention, self.need
+        retention, need = self.retention, self.need
         if retention is None:
             return None
         starts = columns * need.block_size
@@ -120,9 +120,9 @@ class CheckpointColumns:
 
     def stretches_on_probation(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
         """The columns of a row from `start` to `end` that no checkpoint of its own needs; none without probation."""
-        if not self.has_probation or self._retention is None:
+        if not self.has_probation or self.retention is None:
             return []
-        lengths = {length for length in self._retention.lengths_of(row) if length}
+        lengths = {length for length in self.retention.lengths_of(row) if length}
         needed = sorted([(0, self.need.num_first), *map(self.need.columns_of, lengths)])
         stretches = []
         for first, behind in (*needed, (end, end)):

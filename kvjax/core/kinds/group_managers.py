@@ -251,6 +251,9 @@ class GroupManagers:
             fresh.clear()
         for index in self.sub_block_indices:
             index.new_step_starts()
+        for manager in self.managers:
+            if manager.answer_states is not None:
+                manager.answer_states.new_step_starts()
 
 
 def _family_of(spec: KVCacheSpec) -> type[SingleTypeKVCacheManager]:

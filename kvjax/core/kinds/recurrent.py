@@ -104,7 +104,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
 
     def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> int:
         """One per group if the step enters a new column."""
-        return self.num_groups * (self._columns_for(num_slots) > self.num_blocks.item(row))
+        return self.num_groups * (self._columns_for(row, num_slots) > self.num_blocks.item(row))
 
     def worst_case_blocks(self, num_slots: int) -> int:
         """States from the column of the settled tokens to the running one, and those of drafts."""
@@ -117,7 +117,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         Returns:
             int32[G, k] what the columns from the old end on hold: nulls, moved blocks, new ones.
         """
-        held, required = self.num_blocks.item(row), self._columns_for(num_slots)
+        held, required = self.num_blocks.item(row), self._columns_for(row, num_slots)
         if required <= held:
             return self.no_blocks
         self._table.reserve_columns(required)
@@ -146,7 +146,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
 
     def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
         """Gives int64[n] new rows the state after `num_tokens` tokens, by reference, and new blocks for drafts."""
-        column = cdiv(num_tokens, self.block_size) - 1
+        column = self.end_column(row, num_tokens) - 1
         state = self.block_tables[:, row, self._state_column(row, num_tokens)]
         self._table.reserve_columns(column + self.num_tail_columns)
         self.block_pool.touch(np.tile(state, new_rows.size))
@@ -155,16 +155,26 @@ class RecurrentManager(SingleTypeKVCacheManager):
         by_row = new_ids.reshape(new_rows.size, self.num_groups, -1)
         self.block_tables[:, new_rows, column + 1 : column + self.num_tail_columns] = by_row.swapaxes(0, 1)
         self.num_blocks[new_rows] = column + self.num_tail_columns
-        self.num_cached_blocks[new_rows] = min(self.num_cached_blocks.item(row), num_tokens // self.block_size)
-        self.first_live[new_rows] = column
+        self.num_cached_blocks[new_rows] = min(self.num_cached_blocks.item(row), self.full_column(row, num_tokens))
+        self.first_live[new_rows] = cdiv(num_tokens, self.block_size) - 1
 
     def _state_column(self, row: int, num_tokens: int) -> int:
         """The column of the state after `num_tokens` tokens; the running one where that has no block."""
         column = max(num_tokens - 1, 0) // self.block_size
         return column if self.block_tables[0, row, column] else self.num_blocks.item(row) - self.num_tail_columns
 
-    def _columns_for(self, num_slots: int) -> int:
-        return cdiv(num_slots, self.block_size) + self._num_speculative
+    def _columns_for(self, row: int, num_slots: int) -> int:
+        return self.end_column(row, num_slots) + self._num_speculative
+
+    def _next_fulls(self, rows: np.ndarray, num_cached: np.ndarray) -> np.ndarray:  # int64[n]
+        if self.answer_states is not None:
+            return self.answer_states.next_fulls(rows, num_cached)
+        return (num_cached + 1) * self.block_size
+
+    def _end_columns(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:  # int64[n]
+        if self.answer_states is not None:
+            return self.answer_states.end_columns(rows, num_tokens)
+        return (num_tokens + (self.block_size - 1)) // self.block_size
 
     # Many rows.
 
@@ -174,14 +184,14 @@ class RecurrentManager(SingleTypeKVCacheManager):
         """What one step of int64[n] rows changes: at most one new block, in the last column."""
         size, speculative = self.block_size, self._num_speculative
         held, cached, before = self.num_blocks[rows], self.num_cached_blocks[rows], self.first_live[rows]
-        required, full = (num_slots + (size - 1)) // size + speculative, num_cacheable // size
+        required, full = self._end_columns(rows, num_slots) + speculative, self.full_columns(rows, num_cacheable)
         num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
         first = np.minimum(self.get_num_skipped_tokens(settled_tokens) // size, held - self.num_tail_columns)
         first = np.maximum(first, before)
         idle_until = np.minimum((num_blocks - speculative) * size, self.tokens_until_release(first))
         idle_until = np.minimum(idle_until, self.settings.max_model_len)
         if self.enable_caching:
-            idle_until = np.minimum(idle_until, num_cached_blocks * size + (size - 1))
+            idle_until = np.minimum(idle_until, self._next_fulls(rows, num_cached_blocks) - 1)
         return RowChanges(
             skipped=Runs.between(rows, before, first),
             needed=Runs.between(rows, np.maximum(required - 1, held), required),
@@ -213,11 +223,11 @@ class RecurrentManager(SingleTypeKVCacheManager):
 
         Columns that a step passed over do not stay between the state and the running one: the blocks behind move up.
         """
-        columns = (num_kept - 1) // self.block_size
+        columns = self._end_columns(rows, num_kept) - 1
         running = self.num_blocks[rows] - self.num_tail_columns
         sources = running + num_tokens - num_kept
         has_block = self.block_tables[0, rows, columns] != 0
-        is_at_end = has_block & (num_kept % self.block_size == 0)
+        is_at_end = has_block & (num_kept == (columns + 1) * self.block_size)
         passed = ~has_block | (columns < running - 1)
         if passed.any():
             sources = np.where(is_at_end, columns, sources)
@@ -248,7 +258,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
 
     def move_back(self, row: int, num_tokens: int) -> None:
         """Ends the row's tail at the column of its newest state again, so that the next step may pass over others."""
-        column, end = cdiv(num_tokens, self.block_size) - 1, self.num_blocks.item(row)
+        column, end = self.end_column(row, num_tokens) - 1, self.num_blocks.item(row)
         behind = self.block_tables[:, row, column:end]
         blocks = behind[:, behind[0] != 0]
         if end - self.num_tail_columns <= column or not behind[0, 0]:

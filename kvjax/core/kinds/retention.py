@@ -58,6 +58,7 @@ class Retention:
         self._ends = ends
         self.is_vllms = ends != "all"
         self._dropped_tokens = dropped_tokens
+        self.num_last = 1 + -(-dropped_tokens // alignment)  # states of an answer that the next prompt may go on from
         self.lengths = np.zeros((0, NUM_LENGTHS), np.int64)  # [rows], 0: none
         self.longest = np.zeros(0, np.int64)  # [rows] of them
 

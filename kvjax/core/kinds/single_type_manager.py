@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
+from kvjax.core.kinds.answer_states import AnswerStates
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns
 from kvjax.core.kinds.common_prefix import count_common_blocks
 from kvjax.core.kinds.kept_columns import hold_kept
@@ -114,6 +115,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         if settings.options.sub_block_hits and self.supports_sub_block_hits:
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
         self.checkpoints: CheckpointColumns | None = None  # None: every block is registered
+        self.answer_states: AnswerStates | None = None  # of states that are kept at checkpoints
         self.computed_blocks: ComputedBlocks | None = None  # is told of all, where someone asks why lookups miss
         # int32[G, k] held for good outside the tables
         self.reserved_block_ids = take_reserved_blocks(kv_cache_spec, block_pool, group_ids, self.block_size)
@@ -249,6 +251,8 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.num_blocks = self._table.lengths
             self.num_cached_blocks = np.pad(self.num_cached_blocks, (0, missing))
             self.first_live = np.pad(self.first_live, (0, missing))
+            if self.answer_states is not None:
+                self.answer_states.reserve_rows(num_rows)
 
     # One row.
 
@@ -290,7 +294,7 @@ class SingleTypeKVCacheManager(abc.ABC):
 
         `block_hashes` are the request's at this block size.
         """
-        full = num_tokens // self.block_size
+        full = self.full_column(row, num_tokens)
         cached = self.num_cached_blocks.item(row)
         if full <= cached:
             return
@@ -308,6 +312,9 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.checkpoints is not None:
             for first, end in self.checkpoints.stretches_on_probation(row, cached, full):
                 put_on_probation(self.block_pool, blocks[:, first - cached : end - cached])
+        if self.answer_states is not None:
+            last_hash = np.fromiter(block_hashes[full - 1 : full], np.object_, 1)
+            self.answer_states.add(np.array([row]), np.array([full - 1]), blocks[:, -1:], last_hash)
         if not self.same_step_hits:
             self._note_registered(blocks)
         if self.computed_blocks is not None:
@@ -335,6 +342,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         self._release(row, 0 if self.num_kept_columns else self.first_live.item(row), end)
         self._table.discard_row(row, end)
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
+        if self.answer_states is not None:
+            self.answer_states.leave(row)
 
     def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
         """Checks that a row has the blocks that go on from its first `num_tokens` tokens.
@@ -382,8 +391,33 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.forgets:
             idle = min(idle, self.tokens_until_release(self.first_live.item(row)))
         if self.enable_caching:
-            idle = min(idle, (self.num_cached_blocks.item(row) + 1) * self.block_size - 1)
+            idle = min(idle, self.next_full(row) - 1)
         return idle
+
+    def end_column(self, row: int, num_tokens: int) -> int:
+        """How many columns end where that of the last of so many tokens does."""
+        if self.answer_states is not None:
+            return self.answer_states.end_column(row, num_tokens)
+        return cdiv(num_tokens, self.block_size)
+
+    def full_column(self, row: int, num_tokens: int) -> int:
+        """How many columns may be registered of a row with so many tokens that have hashes."""
+        if self.answer_states is not None:
+            return self.answer_states.full_column(row, num_tokens)
+        return num_tokens // self.block_size
+
+    def full_columns(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:  # int64[n]
+        """`full_column` of int64[n] rows."""
+        if self.answer_states is not None:
+            return self.answer_states.full_columns(rows, num_tokens)
+        return num_tokens // self.block_size
+
+    def next_full(self, row: int) -> int:
+        """The fewest tokens with which another column of the row may be registered."""
+        cached = self.num_cached_blocks.item(row)
+        if self.answer_states is not None:
+            return self.answer_states.next_full(row, cached)
+        return (cached + 1) * self.block_size
 
     # Many rows.
 
@@ -414,6 +448,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.checkpoints is not None and self.checkpoints.has_probation:
             own = self.checkpoints.find_own(rows, columns)
             put_on_probation(self.block_pool, ids if own is None else ids[:, ~own])
+        if self.answer_states is not None:
+            self.answer_states.add(rows, columns, ids, block_hashes)
         if not self.same_step_hits:
             self._note_registered(ids)
 
@@ -436,6 +472,14 @@ class SingleTypeKVCacheManager(abc.ABC):
         """From now on registers only what checkpoints keep."""
         keeps_all = checkpoints.keeps_every_block and not checkpoints.has_probation
         self.checkpoints = None if keeps_all else checkpoints
+        if self.holds_states and checkpoints.has_probation and checkpoints.retention is not None:
+            self.answer_states = AnswerStates(
+                self.block_pool,
+                self.num_groups,
+                self.block_size,
+                checkpoints.retention,
+                self.settings.max_model_len,
+            )
 
     def hits_need_blocks(self) -> bool:
         """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""

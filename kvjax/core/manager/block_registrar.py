@@ -34,7 +34,7 @@ class BlockRegistrar:
         """Registers what is not yet of the blocks that the first int64[n] tokens of int64[n] rows fill."""
         num_cacheable = self.cacheable_tokens(rows, num_tokens)
         for manager in self._groups.cacheable:
-            cached, full = manager.num_cached_blocks[rows], num_cacheable // manager.block_size
+            cached, full = manager.num_cached_blocks[rows], manager.full_columns(rows, num_cacheable)
             filled = Runs.between(rows, cached, full)
             if filled.num_columns:
                 self.register(manager, filled, num_cacheable)

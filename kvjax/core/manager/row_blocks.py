@@ -108,7 +108,7 @@ class RowBlocks:
         """Keeps the pages that have tokens from outside, behind the hits of all groups, from being zeroed."""
         for manager, ids in zip(self._groups.managers, self._groups.by_manager(hits), strict=True):
             if manager.is_prefix_cacheable:
-                loaded = manager.block_tables[:, row, ids.shape[1] : cdiv(total_computed, manager.block_size)]
+                loaded = manager.block_tables[:, row, ids.shape[1] : manager.end_column(row, total_computed)]
                 manager.block_pool.page_edits.on_loaded(loaded.ravel().tolist())
 
     def share(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
@@ -191,7 +191,7 @@ class RowBlocks:
     def register(self, request: Request, row: int, num_cacheable: int) -> None:
         """Registers the blocks that the first `num_cacheable` tokens fill."""
         for manager in self._groups.cacheable:
-            if num_cacheable >= (manager.num_cached_blocks.item(row) + 1) * manager.block_size:
+            if num_cacheable >= manager.next_full(row):
                 hashes: Sequence[BlockHash] = request.block_hashes
                 if manager.block_size != self._hash_block_size:
                     hashes = self._groups.hashing.of_block_size(hashes, manager.block_size)

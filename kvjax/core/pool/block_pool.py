@@ -399,6 +399,16 @@ class BlockPool:
         ids = self.prefix_index.hashed_of(ids)
         self._evict_hashed(ids, ids.size, was_reused=True)
 
+    def forget_doubtful(self, block_ids: np.ndarray, block_hashes: np.ndarray) -> None:
+        """Blocks, int32[groups, n], lose the object[n] hashes that nobody asked for, where they have them.
+
+        A block stays as it is if somebody holds it, if it has another hash or none, or if it is not on probation.
+        """
+        is_idle = self.prefix_index.have(block_ids, block_hashes) & (self.ref_count[block_ids] == 0)
+        distinct, _ = self._ids.count_repeats(block_ids[is_idle].astype(np.int64))
+        ids = self.eviction_policy.forget_doubtful(distinct)
+        self._evict_hashed(ids, ids.size, was_reused=False)
+
     def _evict_hashed(self, ids: np.ndarray, num_free: int, was_reused: bool) -> None:
         """int64[n] hashed blocks, so many of them free, are hits no more."""
         self.num_cached_free_blocks -= num_free

@@ -67,6 +67,10 @@ class PrefixIndex:
         hashed = self.is_hashed[ids]
         return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
 
+    def have(self, ids: np.ndarray, hashes: np.ndarray) -> np.ndarray:  # bool[groups, n]
+        """Which of [groups, n] blocks are registered under object[n] hashes."""
+        return np.equal(self._hash_of[ids], hashes, dtype=np.object_).astype(np.bool_)
+
     def contents_of(self, ids: np.ndarray) -> tuple[list[BlockHash], np.ndarray]:
         """Hashes of hashed blocks, and their groups, int32[n]."""
         return self.hashes_of(ids), self.groups_of(ids)

@@ -162,7 +162,8 @@ class SlabMemory:
                 num_free = each.pool.num_free_blocks
                 needed = min(each.num_ahead, num_free // NEXT)
                 if each.policy.num_blank < needed:
-                    self._make_blank(each, max(needed, min(STEPS_AHEAD * each.num_ahead, num_free // AHEAD)))
+                    more = min(STEPS_AHEAD * each.num_ahead, num_free // AHEAD)
+                    self._make_blank(each, max(needed + needed // 2, more))
 
     def _make_blank(self, taker: SlabPool, num_blocks: int) -> None:
         """Lets the pool have so many blank blocks, as long as there are any; if it has too few, none is young then."""

@@ -100,7 +100,7 @@ def test_none_keeps_its_blocks_for_life() -> None:
 
 
 def test_align_passes_over_columns_and_gives_back_what_is_two_steps_old() -> None:
-    manager = make_manager(state())
+    manager = make_manager(state(), retention_interval=SIZE)
     request = admit(manager, "r", 15, first=8)
     [_, first] = ids = table(manager, request)
     assert ids[0] == 0

@@ -116,7 +116,7 @@ class NaiveSlabs:
                 num_free = len(pool.free) + num_slabs * pool.blocks_per_slab
                 needed = min(pool.num_ahead, num_free // 16)
                 if len(pool.blank) < needed:
-                    self.make_blank(p, max(needed, min(8 * pool.num_ahead, num_free // self.ahead)))
+                    self.make_blank(p, max(needed + needed // 2, min(8 * pool.num_ahead, num_free // self.ahead)))
 
     def evict(self, p: int, blocks: list[int]) -> None:
         """Free or held, those that last first."""

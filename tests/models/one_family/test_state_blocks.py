@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from kvjax.core.kinds.answer_states import ANSWER_TOKENS
 from tests.models.families import (
+    ATOL,
     Family,
     add_golden,
     assert_golden,
@@ -31,4 +35,30 @@ def test_a_hit_at_every_length_goes_on_as_hugging_face_does(family: Family) -> N
         assert_golden(engine, golden, result)
         engine.step()
         assert engine.manager.reset_prefix_cache()
+    assert_nothing_is_left(engine)
+
+
+@every_recurrent_family
+def test_a_hit_inside_an_answer_goes_on_as_hugging_face_does(family: Family) -> None:
+    """A prompt that repeats another and its answer starts from the state that the answer left on its way."""
+    engine = small_engine(family, 4.0, state_block_size=family.block_size)
+    num_hits = 0
+    for golden in goldens_of(family.name):
+        num_prompt, num_all = len(golden.prompt), len(golden.prompt) + len(golden.greedy)
+        ends = range(ANSWER_TOKENS, num_all, ANSWER_TOKENS)
+        for end in [end for end in ends if num_prompt < end < num_all - 2]:
+            add_golden(engine, golden, greedy_params())
+            drain(engine)
+            num_known = end - num_prompt + 1
+            longer = np.concatenate((golden.prompt, golden.greedy[:num_known])).tolist()
+            request_id = engine.add_request(longer, greedy_params(len(golden.greedy) - num_known))
+            result = drain(engine)[request_id]
+            assert result.stats.num_cached_tokens == end
+            np.testing.assert_array_equal(result.output_token_ids, golden.greedy[num_known:])
+            got = np.stack(engine.logits[request_id])[: len(golden.greedy) - num_known]
+            np.testing.assert_allclose(got, golden.decode_logits[num_known:], atol=ATOL, rtol=0)
+            num_hits += 1
+            engine.step()
+            assert engine.manager.reset_prefix_cache()
+    assert num_hits
     assert_nothing_is_left(engine)
