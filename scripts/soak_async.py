@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import gc
 import json
+import math
 import os
 import resource
 import sys
@@ -68,7 +69,7 @@ class Report:
     num_preemptions: int = 0
     num_callers_most: int = 0  # that waited for room at once
     by_way: Counter[str] = field(default_factory=Counter)
-    rss_mb: list[float] = field(default_factory=list)  # at ten moments, the first after a tenth of the time
+    rss_mb: list[float] = field(default_factory=list)  # after every tenth of the time
 
     @property
     def is_good(self) -> bool:
@@ -97,8 +98,11 @@ class Soak:
         self._num_clients = num_clients
         self._until = 0.0
 
-    async def run(self, seconds: float) -> Report:
-        """Runs the clients for so long; what happened. Afterwards the engine has no requests."""
+    async def run(self, seconds: float = 60.0, rounds: float = math.inf) -> Report:
+        """Runs the clients; what happened. Afterwards the engine has no requests.
+
+        Each client sends one request after another, `rounds` of them or until `seconds` are over.
+        """
         report, step = self._report, self._engine.step
         start = time.monotonic()
         self._until = start + seconds
@@ -106,8 +110,8 @@ class Soak:
         try:
             async with self._front as front:
                 watcher = asyncio.create_task(self._watch(seconds))
-                await asyncio.gather(*(self._client() for _ in range(self._num_clients)))
-                await watcher
+                await asyncio.gather(*(self._client(rounds) for _ in range(self._num_clients)))
+                watcher.cancel()
                 while front.stats.num_requests:
                     await asyncio.sleep(0.01)
                 report.num_steps = front.stats.num_steps
@@ -145,9 +149,11 @@ class Soak:
             self._report.rss_mb.append(_rss_mb())
             self._report.num_callers_most = max(self._report.num_callers_most, self._front.stats.num_callers)
 
-    async def _client(self) -> None:
+    async def _client(self, rounds: float) -> None:
         rng, report = self._rng, self._report
-        while (left := self._until - time.monotonic()) > 0:
+        num_sent = 0
+        while (left := self._until - time.monotonic()) > 0 and num_sent < rounds:
+            num_sent += 1
             await asyncio.sleep(min(rng.exponential(0.05), left))
             case = self._cases[rng.integers(len(self._cases))]
             way = WAYS[rng.integers(len(WAYS))]

@@ -337,10 +337,10 @@ def test_text_comes_in_pieces() -> None:
 
 
 def test_clients_that_come_and_leave_at_random_get_their_own_tokens() -> None:
-    """Some seconds of scripts/soak_async.py, with preemption."""
+    """Three requests of each client of scripts/soak_async.py, with preemption."""
     engine = make_engine(NAME, async_scheduling=True, num_blocks=FEW_BLOCKS[NAME], max_num_batched_tokens=32)
     soak = Soak(engine, golden_prompts(NAME), seed=0, num_clients=60, max_requests=24, max_tokens=12)
-    report = asyncio.run(soak.run(2.0))
+    report = asyncio.run(soak.run(rounds=3))
     assert report.num_wrong == report.num_errors == 0
     assert report.num_complete > 10
     assert report.num_left > 10
