@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.adapters.vllm.release import Release
 from kvjax.core.hashing.extra_keys import LoRARequest, MultiModalFeature
-from kvjax.core.requests.request import Request
+from kvjax.core.requests.request import MAX_CHECKPOINTS, Request
 from kvjax.core.requests.request_table import RequestTable
 
 
@@ -51,6 +51,7 @@ class KnownRequests:
             tokens[:num_prompt],
             block_hashes=request.block_hashes,
             skip_reading_prefix_cache=bool(request.skip_reading_prefix_cache),
+            checkpoints=_named_checkpoints(request, num_prompt),
             **keys,
         )
         if num_tokens > num_prompt:  # it was preempted
@@ -81,6 +82,15 @@ class KnownRequests:
                 MultiModalFeature(item.identifier, item.mm_position.offset, item.mm_position.length) for item in items
             ],
         }
+
+
+def _named_checkpoints(request: Any, num_prompt_tokens: int) -> list[int]:
+    """`kvjax_checkpoints` of vLLM's `SamplingParams.extra_args`; what no prompt has is passed over."""
+    given = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
+    named = given.get("kvjax_checkpoints") if isinstance(given, dict) else None
+    if not isinstance(named, list):
+        return []
+    return [length for length in named if type(length) is int and 1 <= length <= num_prompt_tokens][:MAX_CHECKPOINTS]
 
 
 __all__ = ["KnownRequests"]

@@ -10,6 +10,7 @@ recurrent state. So these kinds need to be cached at few lengths L only, checkpo
     end of the answer   the last length when the request is freed
     shared prefix       the longest prefix that the groups which keep everything had cached when the request was looked
                         up; a prefix that two requests share is likely to be asked for again
+    named               what the application says that later prompts share (`Request.checkpoints`)
 
 With the eviction policy "probation" all else that some hit could use is registered too, but evicted before anything
 that a checkpoint needs, until a hit used it. So idle memory is used, and prompts that were edited near their ends still
@@ -23,11 +24,11 @@ prompt, each a whole alignment earlier, and since 0.33 a second shared prefix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-NUM_LENGTHS = 4  # of a row: two ends, a shared prefix, and what EAGLE leaves of it
+NUM_LENGTHS = 4  # of a row that names none: two ends, a shared prefix, and what EAGLE leaves of it
 ENDS = ("all", "vllm-0.32", "vllm-0.33")  # whose rules say which ends of a request are checkpoints
 DEFAULT_TOKENS = 512
 
@@ -69,8 +70,8 @@ class Retention:
             self.lengths = np.pad(self.lengths, ((0, missing), (0, 0)))
             self.longest = np.pad(self.longest, (0, missing))
 
-    def lengths_for(self, num_tokens: int, num_shared_tokens: int) -> tuple[int, ...]:
-        """Checkpoints of a request's own: it has so many tokens, and shares as many with what is cached.
+    def lengths_for(self, num_tokens: int, num_shared_tokens: int, named: Sequence[int] = ()) -> tuple[int, ...]:
+        """Checkpoints of a request's own: it has so many tokens, shares as many with what is cached, and names some.
 
         The same prompt can hit all its tokens but the last, a longer one all of them. By vLLM's rules only the first
         counts, but with EAGLE both do, each a whole alignment earlier, and what is left of the shared prefix.
@@ -80,6 +81,7 @@ class Retention:
         if self.is_vllms:
             ends = (num_tokens - 1 - size, num_tokens - size) if dropped else (num_tokens - 1, 0)
             lengths = (*ends, num_shared_tokens, num_shared_tokens - dropped if self._ends == "vllm-0.33" else 0)
+        lengths = (*lengths, *(length - dropped for length in named))
         return tuple(max(length, 0) // size * size for length in lengths)
 
     def num_own_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
@@ -90,9 +92,13 @@ class Retention:
         """The longest hit of a longer request that begins with so many tokens."""
         return max(num_tokens - self._dropped_tokens, 0) // self.alignment * self.alignment
 
-    def note_admission(self, row: int, num_tokens: int, num_shared_tokens: int) -> None:
+    def note_admission(self, row: int, num_tokens: int, num_shared_tokens: int, named: Sequence[int] = ()) -> None:
         """Such a request begins in a row."""
-        self.lengths[row] = lengths = self.lengths_for(num_tokens, num_shared_tokens)
+        lengths = self.lengths_for(num_tokens, num_shared_tokens, named)
+        missing = len(lengths) - self.lengths.shape[1]
+        if missing > 0:
+            self.lengths = np.pad(self.lengths, ((0, 0), (0, missing)))
+        self.lengths[row, : len(lengths)], self.lengths[row, len(lengths) :] = lengths, 0
         self.longest[row] = max(lengths)
 
     def share_row(self, row: int, new_rows: np.ndarray) -> None:

@@ -161,7 +161,7 @@ class SlotAllocator:
             lengths = retention.lengths_of(request.row)
         elif retention is not None:
             own = retention.num_own_tokens(request.num_prompt_tokens, request.num_tokens)
-            lengths = retention.lengths_for(own, 0 if hit is None else hit.num_shared_tokens)
+            lengths = retention.lengths_for(own, 0 if hit is None else hit.num_shared_tokens, request.checkpoints)
         return limit_step(self._groups, computed, new, request.num_tokens, lengths)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -273,7 +273,7 @@ class SlotAllocator:
         retention = self._groups.retention
         if retention is not None:
             own = retention.num_own_tokens(request.num_prompt_tokens, request.num_tokens)
-            retention.note_admission(row, own, hit.num_shared_tokens)
+            retention.note_admission(row, own, hit.num_shared_tokens, request.checkpoints)
         self._rows.num_hit_tokens[row], self._rows.num_left_out[row] = counts.new_computed, 0
         self._table.num_start_tokens[row] = total_computed
         if total_computed:

@@ -30,6 +30,7 @@ def encode_request(request: Request) -> dict[str, Any]:
         "skip_reading_prefix_cache": request.skip_reading_prefix_cache,
         "skip_writing_prefix_cache": request.skip_writing_prefix_cache,
         "max_tokens": request.max_tokens,
+        "checkpoints": list(request.checkpoints),
         "hasher": None
         if hasher is None
         else [hasher.block_size, hasher.algorithm, hasher.extra_key_style, hasher.none_hash, hasher.has_seed],

@@ -13,7 +13,8 @@ pass no view to jax, which reads its arguments after the call returns.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 NO_ROW = -1
 NO_ORIGIN = BlockOrigin()
+MAX_CHECKPOINTS = 64  # each may cost a step of its own, and a state
 
 
 class Request:
@@ -49,6 +51,7 @@ class Request:
         "block_hasher",
         "block_hashes",
         "cache_salt",
+        "checkpoints",
         "has_extra_keys",
         "lora",
         "max_tokens",
@@ -75,6 +78,7 @@ class Request:
         skip_writing_prefix_cache: bool = False,  # look up, but make no block of this request a hit for others
         prompt_logprobs: int | None = None,  # they need every prompt token computed, so no hit may be read
         max_tokens: int | None = None,  # most output tokens, for admission by worst case; None: up to max_model_len
+        checkpoints: Iterable[int] = (),  # prompt tokens behind which others part: the end of a system prompt, turns
         block_hasher: BlockHasher | None = None,  # None: nothing is hashed here
         block_hashes: list[BlockHash] | None = None,  # kept, not copied: the caller hashes, and appends to it
     ):
@@ -83,7 +87,8 @@ class Request:
         Raises:
             ValueError: the prompt is empty or not a row of integers in [0, 2**31), an item lies outside it or out of
                 order, the salt is empty, there is not one embedding per prompt token, weight_version is neither an
-                integer nor text, max_tokens is below 1, or a hasher comes with somebody else's hashes.
+                integer nor text, max_tokens is below 1, checkpoints are more than `MAX_CHECKPOINTS` or not inside the
+                prompt, or a hasher comes with somebody else's hashes.
         """
         if block_hasher is not None and block_hashes is not None:
             raise ValueError("expected block_hasher or block_hashes, got both; one side hashes a request")
@@ -95,6 +100,7 @@ class Request:
         _check_prompt(tokens.size, mm_features, prompt_embeds)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"expected max_tokens >= 1, got {max_tokens}")
+        self.checkpoints = _checked_checkpoints(checkpoints, tokens.size)
         self.request_id = request_id
         self.mm_features = tuple(mm_features)
         self.lora = lora
@@ -327,4 +333,19 @@ def _check_prompt(
         raise ValueError(f"expected prompt_embeds [{num_prompt_tokens}, hidden], got shape {list(prompt_embeds.shape)}")
 
 
-__all__ = ["NO_ROW", "LoRARequest", "MultiModalFeature", "Request"]
+def _checked_checkpoints(checkpoints: Iterable[int], num_prompt_tokens: int) -> tuple[int, ...]:
+    """In ascending order, each once."""
+    try:
+        lengths = sorted({index(length) for length in checkpoints})
+    except TypeError:
+        raise ValueError(f"expected checkpoints as integers, got {checkpoints!r}") from None
+    if len(lengths) > MAX_CHECKPOINTS:
+        raise ValueError(f"expected at most {MAX_CHECKPOINTS} checkpoints, got {len(lengths)}")
+    if lengths and not 1 <= lengths[0] <= lengths[-1] <= num_prompt_tokens:
+        raise ValueError(
+            f"expected checkpoints behind 1 to {num_prompt_tokens} tokens, those of the prompt, got {lengths}"
+        )
+    return tuple(lengths)
+
+
+__all__ = ["MAX_CHECKPOINTS", "NO_ROW", "LoRARequest", "MultiModalFeature", "Request"]

@@ -275,6 +275,7 @@ class LLMEngine(EngineLifeCycle):
         cache_salt: str | None = None,
         lora_name: str | None = None,
         priority: int = 0,
+        checkpoints: Sequence[int] = (),
     ) -> str:
         """Queues a prompt, text or token ids, behind all others of its priority; its id.
 
@@ -291,6 +292,8 @@ class LLMEngine(EngineLifeCycle):
             cache_salt: text that keeps the request's cached blocks apart from those of other salts.
             lora_name: adapter that keeps them apart likewise; what the model computes is not changed by it.
             priority: lower is more urgent: such requests start first, and are preempted last.
+            checkpoints: prompt tokens behind which later prompts part from this one, such as those of a system prompt.
+                Layers that forget keep there what such a prompt needs: windows, chunks, recurrent states.
 
         Raises:
             ValueError: a stream is open, an id is taken, the priority is no integer, the prompt is empty or has ids
@@ -308,6 +311,7 @@ class LLMEngine(EngineLifeCycle):
             cache_salt=cache_salt,
             lora_name=lora_name,
             priority=priority,
+            checkpoints=checkpoints,
         )
 
     def with_text(self, params: SamplingParams | None) -> SamplingParams | None:
@@ -332,9 +336,12 @@ class LLMEngine(EngineLifeCycle):
         cache_salt: str | None = None,
         lora_name: str | None = None,
         priority: int = 0,
+        checkpoints: Sequence[int] = (),
     ) -> None:
         """Raises ValueError if `add_request` would refuse the prompt: to know before a long warm-up."""
-        given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name, priority)
+        given = GivenInputs(
+            encoder_features, embeddings, prompt_positions, cache_salt, lora_name, priority, checkpoints
+        )
         samples = self._maker.make(prompt, params, request_id, given, self._core.ids_in_use)
         self.scheduler.check_fits(samples[0])
 

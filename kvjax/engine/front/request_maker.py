@@ -108,6 +108,7 @@ class RequestMaker:
             lora=None if given.lora_name is None else LoRARequest(given.lora_name),
             cache_salt=given.cache_salt,
             prompt_logprobs=params.prompt_logprobs,
+            checkpoints=given.checkpoints,
             weight_version=self.weight_version,
             block_hasher=self._hasher,
         )

@@ -44,6 +44,7 @@ class GivenInputs:
     cache_salt: str | None = None
     lora_name: str | None = None
     priority: int = 0
+    checkpoints: Sequence[int] = ()
 
 
 class InputLimits(Protocol):

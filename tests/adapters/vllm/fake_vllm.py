@@ -37,6 +37,7 @@ class Request:
         self.shared_prefix_boundary = 0
         self.prompt_embeds = None
         self.skip_reading_prefix_cache = False
+        self.sampling_params: Any = None
 
     @property
     def num_tokens(self) -> int:

@@ -135,3 +135,24 @@ def test_states_are_hit_where_the_steps_of_the_scheduler_ended(vllm: Any) -> Non
     assert hits["kvjax"][:2] == [0, last_step]
     assert hits["stack"][:2] == [0, 0 if vllm.name == "0.33" else last_step]
     assert hits["kvjax"][2] == hits["stack"][2] > 0
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "lengths"),
+    [
+        ({"kvjax_checkpoints": [8, 21]}, {8, 20}),
+        ({"kvjax_checkpoints": [8, 0, 99, "x", True]}, {8}),
+        ({"kvjax_checkpoints": 8}, set()),
+        ({"kvjax_checkpoints": None}, set()),
+        ({}, set()),
+        (None, set()),
+    ],
+)
+def test_checkpoints_that_the_application_names_are_kept(vllm: Any, extra_args: Any, lengths: set[int]) -> None:
+    """What no prompt has does no harm: a request that raises in the scheduler would end the engine."""
+    manager = made(vllm, install(policy="kvjax"), spec_of(vllm, "SlidingWindowSpec"))
+    request = request_of("r", list(range(40)))
+    request.sampling_params = SimpleNamespace(extra_args=extra_args)
+    assert manager.allocate_slots(request, 40) is not None
+    retention = manager._core.groups.retention
+    assert set(retention.lengths_of(0)) - {0, 36, 40} == lengths

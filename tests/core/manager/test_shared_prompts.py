@@ -69,3 +69,18 @@ def test_all_but_the_first_two_hit_what_they_share(model: str, num_shared: int, 
     hits = [run(manager, Request(f"r{i}", prompt, block_hasher=HASHER)) for i, prompt in enumerate(prompts)]
     longest = num_shared // 16 * 16 - 16 * use_eagle
     assert hits == [0, 0] + [longest] * (NUM_PROMPTS - 2)
+
+
+@pytest.mark.parametrize("use_eagle", [False, True], ids=["", "eagle"])
+@pytest.mark.parametrize(("num_shared", "num_own"), PROMPTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_all_but_the_first_hit_what_it_names(model: str, num_shared: int, num_own: int, use_eagle: bool) -> None:
+    manager, rng = manager_of(model, use_eagle), np.random.default_rng(num_shared)
+    shared = rng.integers(0, 50_000, num_shared).tolist()
+    prompts = [shared + rng.integers(0, 50_000, num_own).tolist() for _ in range(8)]
+    hits = [
+        run(manager, Request(f"r{i}", prompt, block_hasher=HASHER, checkpoints=[num_shared]))
+        for i, prompt in enumerate(prompts)
+    ]
+    longest = (num_shared - 16 * use_eagle) // 16 * 16
+    assert hits == [0] + [longest] * 7

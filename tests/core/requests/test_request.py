@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvjax.core.hashing.block_hash import ALGORITHMS, BlockHasher
 from kvjax.core.hashing.extra_keys import EXTRA_KEY_STYLES, ExtraKeys
+from kvjax.core.record.recorded_request import decode_request, encode_request
 from kvjax.core.requests.request import LoRARequest, MultiModalFeature, Request
 from tests.core.hashing.plain_hashing import plain_hashes
 
@@ -125,11 +126,22 @@ def test_computed_tokens_can_be_set() -> None:
         ({"prompt_embeds": 1.0, "prompt_token_ids": None}, r"expected prompt_token_ids as a row of integers"),
         ({"prompt_embeds": [1.0, 2.0, 3.0]}, r"expected prompt_embeds \[3, hidden\], got shape \[3\]"),
         ({"prompt_embeds": np.zeros(3)}, r"expected prompt_embeds \[3, hidden\], got shape \[3\]"),
+        ({"checkpoints": [2, 0]}, r"expected checkpoints behind 1 to 3 tokens, those of the prompt, got \[0, 2\]"),
+        ({"checkpoints": [4]}, r"expected checkpoints behind 1 to 3 tokens, those of the prompt, got \[4\]"),
+        ({"checkpoints": [1.0]}, r"expected checkpoints as integers, got \[1.0\]"),
+        ({"checkpoints": 3}, "expected checkpoints as integers, got 3"),
+        ({"prompt_token_ids": range(99), "checkpoints": range(1, 67)}, "expected at most 64 checkpoints, got 66"),
     ],
 )
 def test_bad_prompts_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Request("r", **{"prompt_token_ids": [1, 2, 3], **arguments})
+
+
+def test_checkpoints_are_in_order_and_go_with_the_request() -> None:
+    request = Request("r", range(9), checkpoints=np.array([7, 2, 7]))
+    assert request.checkpoints == request.fork("s").checkpoints == (2, 7)
+    assert decode_request("t", encode_request(request)).checkpoints == (2, 7)
 
 
 @pytest.mark.parametrize("tokens", [-1, 1.5, [1, -1], ["a"], 2**31, [[1]]])

@@ -62,3 +62,19 @@ def test_a_hit_inside_an_answer_goes_on_as_hugging_face_does(family: Family) -> 
             assert engine.manager.reset_prefix_cache()
     assert num_hits
     assert_nothing_is_left(engine)
+
+
+@every_recurrent_family
+def test_a_named_checkpoint_is_hit_by_the_next_prompt(family: Family) -> None:
+    """The prompt whose beginning it names goes on otherwise, so nothing else would have left a state there."""
+    engine = small_engine(family, 4.0, state_block_size=family.block_size)
+    golden = max(goldens_of(family.name), key=lambda golden: len(golden.prompt))
+    shared = 3 * family.block_size
+    other = [*golden.prompt[:shared].tolist(), *golden.prompt[::-1].tolist()]
+    engine.add_request(other, greedy_params(1), checkpoints=[shared + 1])
+    drain(engine)
+    request_id = add_golden(engine, golden, greedy_params())
+    result = drain(engine)[request_id]
+    assert result.stats.num_cached_tokens == shared
+    assert_golden(engine, golden, result)
+    assert_nothing_is_left(engine)
