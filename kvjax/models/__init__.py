@@ -13,6 +13,7 @@ from kvjax.models.config import ModelConfig, StreamingWindow
 from kvjax.models.configs.rope import RopeConfig
 
 if TYPE_CHECKING:
+    from kvjax.models.chat import ChatPrompt, ChatTemplate, chat_prompt
     from kvjax.models.dense_attention import DenseAttention
     from kvjax.models.layers.decoder import Decoder
     from kvjax.models.load import LoadedModel, load_model
@@ -20,15 +21,20 @@ if TYPE_CHECKING:
     from kvjax.models.tokenizer import Tokenizer
 
 _HOME_OF = {
+    "ChatPrompt": "chat",
+    "ChatTemplate": "chat",
     "Decoder": "layers.decoder",
     "DenseAttention": "dense_attention",
     "LoadedModel": "load",
     "Tokenizer": "tokenizer",
     "build_model": "registry",
+    "chat_prompt": "chat",
     "load_model": "load",
 }
 
 __all__ = [
+    "ChatPrompt",
+    "ChatTemplate",
     "Decoder",
     "DenseAttention",
     "LoadedModel",
@@ -37,6 +43,7 @@ __all__ = [
     "StreamingWindow",
     "Tokenizer",
     "build_model",
+    "chat_prompt",
     "load_model",
 ]
 

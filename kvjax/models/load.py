@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from kvjax.device.mesh.placement import TENSOR_AXIS, with_auto_axes
 from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
+from kvjax.models.chat import ChatTemplate
 from kvjax.models.config import ModelConfig, StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.models.layers.language_model import LanguageModel
@@ -67,6 +68,7 @@ class LoadedModel:
     module: LanguageModel
     tokenizer: Tokenizer | None
     no_tokenizer: str = NO_TOKENIZER  # what to tell who needs one, where there is none
+    chat_template: ChatTemplate | None = None  # None: the folder has none
 
 
 def load_model(
@@ -120,7 +122,9 @@ def load_model(
             where = None if mesh is None else param_sharding(abstract, path, mesh, tensor_axis)
             loaded.append((path, param.replace(jax.device_put(array, where, may_alias=False))))
     module = nnx.merge(graph, nnx.from_flat_state(loaded))
-    return LoadedModel(config, module, Tokenizer.from_folder(folder), why_no_tokenizer(folder))
+    return LoadedModel(
+        config, module, Tokenizer.from_folder(folder), why_no_tokenizer(folder), ChatTemplate.from_folder(folder)
+    )
 
 
 def _check_form(folder: Path, config: ModelConfig) -> None:

@@ -60,6 +60,11 @@ class Tokenizer:
         """Token ids of `text`; special tokens written out in it are recognised."""
         return self._backend.encode(text).ids
 
+    def encode_plain(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids of `text` alone, without those that a post-processor adds; and the character where each ends."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, [end for _, end in encoding.offsets]
+
     def decode(self, token_ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no whole character become U+FFFD."""
         return self._backend.decode([int(i) for i in token_ids], skip_special_tokens=skip_special_tokens)

@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='a prompt a line, or .jsonl with {"prompt": ... or "prompt_token_ids": ..., "name": ..., "inputs": .npz}',
+        help='a prompt a line, or .jsonl with {"prompt": ... or "prompt_token_ids": ..., "name": ..., "inputs": .npz}, '
+        'or of a chat "messages" and perhaps "tools"',
     )
     what.add_argument("--max-tokens", type=positive_int, default=96, metavar="N", help="tokens per request (96)")
     what.add_argument(
@@ -123,8 +124,12 @@ def run(args: argparse.Namespace) -> int:
     params = read_sampling(args, len(prompts))
     model, mesh = _load(args)
     draft_model = _load_draft_model(args, mesh)
-    token_ids = [_token_ids(model, prompt) for prompt in prompts]
-    inputs = [{} if prompt.inputs is None else read_inputs(prompt.inputs) for prompt in prompts]
+    tokens = [_tokens_of(model, prompt) for prompt in prompts]
+    token_ids = [ids for ids, _ in tokens]
+    inputs = [
+        {"checkpoints": checkpoints, **({} if prompt.inputs is None else read_inputs(prompt.inputs))}
+        for prompt, (_, checkpoints) in zip(prompts, tokens, strict=True)
+    ]
     config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens, speculative)
     engine = _make_engine(model, config, mesh, draft_model)
     if model.tokenizer is not None and not args.quiet:
@@ -171,14 +176,19 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
     return model, mesh
 
 
-def _token_ids(model: LoadedModel, prompt: NamedPrompt) -> Sequence[int]:
+def _tokens_of(model: LoadedModel, prompt: NamedPrompt) -> tuple[Sequence[int], Sequence[int]]:
+    """The tokens of a prompt, and the checkpoints of a chat."""
+    from kvjax.models import chat_prompt
+
     if prompt.token_ids is not None:
-        return prompt.token_ids
+        return prompt.token_ids, ()
+    if prompt.chat is not None:
+        return chat_prompt(model, **prompt.chat)
     if model.tokenizer is None:
         raise ValueError(
             f"expected prompt_token_ids in a .jsonl file, got the text {prompt.text[:40]!r}: {model.no_tokenizer}"
         )
-    return model.tokenizer.encode(prompt.text)
+    return model.tokenizer.encode(prompt.text), ()
 
 
 def _load_draft_model(args: argparse.Namespace, mesh: Mesh | None) -> LoadedModel | None:

@@ -24,6 +24,7 @@ class NamedPrompt:
     name: str
     text: str  # of a prompt of token ids: these, for reports
     token_ids: tuple[int, ...] | None = None
+    chat: dict[str, Any] | None = None  # "messages" and perhaps "tools", whose text is the template's
     inputs: Path | None = None  # .npz of what it is given with
 
 
@@ -45,7 +46,7 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[Named
     for prompt in named:
         if not prompt.text:
             raise ValueError(f"expected text in prompt {prompt.name}, got none")
-        if not _is_unicode(prompt.text):
+        if not _is_unicode(prompt.text if prompt.chat is None else json.dumps(prompt.chat, ensure_ascii=False)):
             raise ValueError(f"expected Unicode text in prompt {prompt.name}, got {prompt.text[:80]!r}")
     return named
 
@@ -83,8 +84,8 @@ def _read_jsonl(file: Path) -> list[NamedPrompt]:
         prompt = _parse_prompt({"prompt": value} if isinstance(value, str) else value, f"line-{number}", file.parent)
         if prompt is None:
             raise ValueError(
-                f'{file}:{number}: expected a string, or an object with "prompt" or "prompt_token_ids" and perhaps '
-                f'"name" and "inputs" (an .npz), got {line[:80]}'
+                f'{file}:{number}: expected a string, or an object with "prompt", "prompt_token_ids" or "messages" '
+                f'(with "tools") and perhaps "name" and "inputs" (an .npz), got {line[:80]}'
             )
         named.append(prompt)
     return named
@@ -96,17 +97,33 @@ def _parse_prompt(value: Any, name: str, folder: Path) -> NamedPrompt | None:
         return None
     fields = {"name": name, **value}
     inputs, ids, text = fields.pop("inputs", None), fields.pop("prompt_token_ids", None), fields.pop("prompt", None)
-    name = fields.pop("name")
-    if fields or not isinstance(name, str) or (ids is None) == (text is None):
+    messages, tools, name = fields.pop("messages", None), fields.pop("tools", None), fields.pop("name")
+    if fields or not isinstance(name, str) or sum(each is not None for each in (ids, text, messages)) != 1:
         return None
-    if (inputs is not None and not isinstance(inputs, str)) or (text is not None and not isinstance(text, str)):
-        return None
-    if ids is not None and (not isinstance(ids, list) or not all(type(token) is int for token in ids)):
+    if not all(each is None or isinstance(each, str) for each in (inputs, text)):
         return None
     path = None if inputs is None else folder / inputs
+    if messages is not None:
+        return _chat_of(name, messages, tools, path)
+    if tools is not None:
+        return None
     if ids is None:
-        return NamedPrompt(name, str(text), None, path)
-    return NamedPrompt(name, token_id_text(ids), tuple(ids), path)
+        return NamedPrompt(name, str(text), inputs=path)
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        return None
+    return NamedPrompt(name, token_id_text(ids), tuple(ids), inputs=path)
+
+
+def _chat_of(name: str, messages: Any, tools: Any, path: Path | None) -> NamedPrompt | None:
+    """A chat, which reports call by its last message; None where it is none."""
+    for each in (messages, [] if tools is None else tools):
+        if not isinstance(each, list) or not all(isinstance(one, dict) for one in each):
+            return None
+    if not messages:
+        return None
+    content = messages[-1].get("content")
+    text = content if isinstance(content, str) and content else json.dumps(messages[-1], ensure_ascii=False)
+    return NamedPrompt(name, text, chat={"messages": messages, "tools": tools}, inputs=path)
 
 
 def _is_unicode(text: str) -> bool:

@@ -39,6 +39,8 @@ from kvjax.engine.requests.engine_request import sample_ids
 from kvjax.engine.requests.outputs import GenerationResult, StepOutputs
 from kvjax.engine.requests.sampling_params import SamplingParams
 from kvjax.errors import EngineClosedError, StepFailedError, UnknownRequestError
+from kvjax.models import chat_prompt
+from kvjax.models.chat import Message
 
 logger = logging.getLogger("kvjax.engine")
 
@@ -161,6 +163,19 @@ class AsyncLLMEngine:
             EngineClosedError: the engine is not started, was stopped, or a failure closed it.
         """
         return self._outputs(_own(prompt), self.engine.with_text(params), priority, deepcopy(inputs))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        **inputs: Any,
+    ) -> AsyncGenerator[RequestOutput]:
+        """`generate` of a chat by the model's own template: arguments and errors of `LLMEngine.add_chat`, too."""
+        prompt = chat_prompt(self.engine.model, messages, tools=tools, **(template_variables or {}))
+        return self.generate(prompt.token_ids, params, checkpoints=prompt.checkpoints, **inputs)
 
     def complete(
         self,

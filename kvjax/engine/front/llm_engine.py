@@ -58,7 +58,8 @@ from kvjax.engine.step.model_runner import (
 )
 from kvjax.engine.step.rank_loops import RankLoops, RankSchedulers
 from kvjax.errors import UnknownRequestError
-from kvjax.models import LoadedModel, StreamingWindow, load_model
+from kvjax.models import LoadedModel, StreamingWindow, chat_prompt, load_model
+from kvjax.models.chat import Message
 from kvjax.tiers.connector import KVConnector
 from kvjax.tiers.processes.process_tiers import make_tiers
 
@@ -313,6 +314,35 @@ class LLMEngine(EngineLifeCycle):
             priority=priority,
             checkpoints=checkpoints,
         )
+
+    def add_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        **given: Any,
+    ) -> str:
+        """Queues a chat that the model is to answer, by its own template; its id.
+
+        Where turns of users and tools begin are checkpoints, so the system prompt, tools and earlier turns are hit by
+        the second chat that has them.
+
+        Args:
+            messages: mappings of "role", "content" and what else the template reads.
+            params: how to sample; None: the defaults.
+            tools: what the model may call, as the template reads it.
+            template_variables: the template's own, such as `enable_thinking`.
+            given: other arguments of `add_request`, but for `checkpoints`.
+
+        Raises:
+            ValueError: the model has no tokenizer or no template, the template refuses the messages, or as
+                `add_request`. Nothing is changed.
+            MissingExtraError: jinja2 is not installed.
+        """
+        prompt = chat_prompt(self.model, messages, tools=tools, **(template_variables or {}))
+        return self.add_request(prompt.token_ids, params, checkpoints=prompt.checkpoints, **given)
 
     def with_text(self, params: SamplingParams | None) -> SamplingParams | None:
         """`params` with `stream_text`, where the model has a tokenizer."""

@@ -263,7 +263,13 @@ def test_jsonl_prompts_have_lines_and_names(tmp_path: Path) -> None:
         ("line-3", "plain"),
     ]
     file.write_text('{"prompt_token_ids": [3, 1], "inputs": "a.npz"}\n')
-    assert read_prompts(None, file) == [NamedPrompt("line-1", "3 1 ", (3, 1), tmp_path / "a.npz")]
+    assert read_prompts(None, file) == [NamedPrompt("line-1", "3 1 ", (3, 1), inputs=tmp_path / "a.npz")]
+    chat = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
+    file.write_text(json.dumps(chat) + "\n" + json.dumps({**chat, "tools": [{"name": "t"}], "name": "tools"}) + "\n")
+    assert read_prompts(None, file) == [
+        NamedPrompt("line-1", "q", chat={**chat, "tools": None}),
+        NamedPrompt("tools", "q", chat={**chat, "tools": [{"name": "t"}]}),
+    ]
     file.write_text('"one\u2028line"\n', encoding="utf-8-sig")
     assert [prompt.text for prompt in read_prompts(None, file)] == ["one\u2028line"]
 
@@ -290,6 +296,12 @@ def test_prompt_files_are_utf8(tmp_path: Path) -> None:
         ),
         ('{"prompt_token_ids": [1.5]}\n', r"prompts.jsonl:1: expected a string, or an object"),
         ('{"prompt_token_ids": [1], "inputs": 3}\n', r"prompts.jsonl:1: expected a string, or an object"),
+        ('{"messages": []}\n', r"prompts.jsonl:1: expected a string, or an object"),
+        ('{"messages": ["a"]}\n', r"prompts.jsonl:1: expected a string, or an object"),
+        ('{"messages": [{}], "tools": 1}\n', r"prompts.jsonl:1: expected a string, or an object"),
+        ('{"messages": [{}], "prompt": "a"}\n', r"prompts.jsonl:1: expected a string, or an object"),
+        ('{"prompt": "a", "tools": []}\n', r"prompts.jsonl:1: expected a string, or an object"),
+        ('{"messages": [{"role": "\\ud800"}]}\n', "expected Unicode text in prompt line-1"),
         ("\n", "at least one prompt in .*prompts.jsonl"),
     ],
 )
