@@ -4,7 +4,7 @@ Flow:    KVCacheManager -> [save_manager] -> bytes -> [open_state] -> SavedManag
 
 A saved state is a CBOR map of
 
-    format, version   "kvjax-manager-state", 2
+    format, version   "kvjax-manager-state", 3
     digest, body      SHA-256 of `body`, and it: zlib of a CBOR map of
         config        the KVCacheConfig (config_encoding.py)
         options       `max_model_len`, `hash_block_size` and the fields of ManagerOptions that are data, by name
@@ -32,7 +32,7 @@ from kvjax.core.save.state_filling import fill_graph
 from kvjax.core.save.state_graph import INLINE, Node, encode_graph
 from kvjax.core.spec import KVCacheConfig
 
-FORMAT, VERSION = "kvjax-manager-state", 2
+FORMAT, VERSION = "kvjax-manager-state", 3
 KEYS = {"format", "version", "digest", "body"}
 
 

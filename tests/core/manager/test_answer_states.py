@@ -180,3 +180,20 @@ def test_by_the_rules_of_vllm_nothing_is_forgotten() -> None:
     for _ in range(40):
         decode(manager, [request], rng)
     assert registered(manager, request) >= set(range(44, 81, SIZE))
+
+
+def test_a_restored_manager_forgets_what_the_saved_one_would() -> None:
+    manager, rng = make(drafts=2), np.random.default_rng(0)
+    requests = [Request(f"r{i}", range(i, i + 30), block_hasher=HASHER) for i in range(5)]
+    for request in requests:
+        prefill(manager, request)
+    for _ in range(101):
+        decode(manager, requests, rng)
+    restored = KVCacheManager.restore(manager.save_state())
+    own = [request for request in restored.request_table.requests if request is not None]
+    for _ in range(100):
+        token = int(rng.integers(100))
+        for each, of_each in ((manager, requests), (restored, own)):
+            decode(each, of_each, np.random.default_rng(token))
+        assert manager.snapshot() == restored.snapshot()
+    restored.check_invariants()

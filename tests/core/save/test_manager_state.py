@@ -290,7 +290,7 @@ OTHER_CONFIG = HYBRID.manager([30]).kv_cache_config
         (cbor2.dumps({"format": "another"}), {}, "expected a state that save_state made"),
         (cbor2.dumps([1]), {}, "expected a state that save_state made"),
         (STATE[:-1], {}, "expected a state that save_state made"),
-        (changed(STATE, version=1), {}, "expected a state of version 2, got version 1"),
+        (changed(STATE, version=1), {}, "expected a state of version 3, got version 1"),
         (changed(STATE, digest=b""), {}, "expected a whole state, got one that is damaged: its digest differs"),
         (changed(STATE, more=1), {}, "expected a whole state, got one that is damaged"),
         (changed(STATE, body=b"abc"), {}, "expected a whole state, got one that is damaged: its digest differs"),
