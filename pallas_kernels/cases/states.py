@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from pallas_kernels.cases import case
 from pallas_kernels.cases.case import Arguments, Case, Results, Sizes
@@ -29,6 +30,8 @@ class Step(NamedTuple):
     state_read: np.ndarray  # int32[S]
     state_write: np.ndarray  # int32[S, L]
     has_initial_state: np.ndarray  # bool[S]
+    checkpoint_ends: np.ndarray | None = None  # int32[S, k]
+    checkpoint_pages: np.ndarray | None = None  # int32[S, k]
 
     def tokens(self, row: int) -> slice:
         """New tokens of a row."""
@@ -38,8 +41,15 @@ class Step(NamedTuple):
         """Page of the state after each token of a row, by its place among them; only those that have one."""
         tokens = self.tokens(row)
         q_len, columns = tokens.stop - tokens.start, self.state_write[row].tolist()
-        places = range(q_len - len(columns), q_len)
+        places = [*range(q_len - len(columns), q_len)]
+        if self.checkpoint_ends is not None and self.checkpoint_pages is not None:
+            places += (self.checkpoint_ends[row] - 1).tolist()
+            columns += self.checkpoint_pages[row].tolist()
         return {place: page for place, page in zip(places, columns, strict=True) if place >= 0 and page > 0}
+
+    def with_checkpoints(self, ends: npt.ArrayLike, pages: npt.ArrayLike) -> Step:
+        """The same with [S, k] checkpoints."""
+        return self._replace(checkpoint_ends=np.array(ends, np.int32), checkpoint_pages=np.array(pages, np.int32))
 
     @property
     def num_rows(self) -> int:
@@ -53,7 +63,12 @@ class Step(NamedTuple):
 
 
 def random_step(
-    rng: np.random.Generator, q_lens: Sequence[int], num_rows: int, num_pages: int, num_kept: int = 1
+    rng: np.random.Generator,
+    q_lens: Sequence[int],
+    num_rows: int,
+    num_pages: int,
+    num_kept: int = 1,
+    num_checkpoints: int = 0,
 ) -> Step:
     """Rows of `q_lens` new tokens and padding, each with a page for the state after up to `num_kept` last tokens.
 
@@ -76,7 +91,36 @@ def random_step(
     read[~has_initial] = rng.integers(0, num_pages, int((~has_initial).sum()))
     decode = int(np.cumprod([q <= 1 for q in q_lens]).sum())
     starts, ends = np.concatenate([[0], np.cumsum(lengths)]), np.array([decode, decode, len(q_lens)])
-    return Step(starts.astype(np.int32), ends.astype(np.int32), read, write, has_initial)
+    step = Step(starts.astype(np.int32), ends.astype(np.int32), read, write, has_initial)
+    if not num_checkpoints:
+        return step
+    unread = np.setdiff1d(pages, read[has_initial])
+    return step.with_checkpoints(*_random_checkpoints(rng, step, num_checkpoints, unread.tolist()))
+
+
+def _random_checkpoints(
+    rng: np.random.Generator, step: Step, count: int, pages: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ends, pages) int32[S, count]: some of every row's tokens that have no page, at times only every fourth token.
+
+    Columns without a checkpoint have a length without a page, or a page without a length.
+    """
+    shape = (len(step.state_read), count)
+    ends, own = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for row in range(step.num_rows):
+        q_len, taken = step.tokens(row).stop - step.tokens(row).start, step.writes(row)
+        free = [end for end in range(1, q_len) if end - 1 not in taken]
+        if rng.random() < 0.5:
+            free = [end for end in free if end % 4 == 0] or free
+        num = min(len(free), len(pages), int(rng.integers(0, count + 1)))
+        columns = np.sort(rng.permutation(count)[:num])
+        ends[row, columns], own[row, columns] = np.sort(rng.permutation(free)[:num]), pages[:num]
+        pages = pages[num:]
+    is_none = own == 0
+    only_length = is_none & (rng.random(shape) < 0.5)
+    ends[only_length] = rng.integers(1, 100)
+    own[is_none & ~only_length] = rng.integers(1, 100)
+    return ends, own
 
 
 def random_states(
@@ -92,8 +136,8 @@ def random_states(
 
 
 def on_device(step: Step) -> tuple[jax.Array, ...]:
-    """The step as jax arrays."""
-    return tuple(jnp.asarray(x) for x in step)
+    """The step as jax arrays, without checkpoints where it has none."""
+    return tuple(jnp.asarray(x) for x in step if x is not None)
 
 
 def hard_counts(rng: np.random.Generator, num_tokens: int, num_rows: int, near: Sequence[int]) -> list[int]:
@@ -118,6 +162,7 @@ class StateCase(Case, ABC):
     tokens: int = 1024  # new ones of all sequences
     seqs: int = 64
     kept: int = 1  # states of a sequence: one, and those of drafts
+    checkpoints: int = 0  # states of a sequence on its way
     has_states: int = 1  # from the steps before
     num_pages: int = 0  # 0: a pool
     q_dtype: str = "bfloat16"  # of the inputs
@@ -156,21 +201,28 @@ class StateCase(Case, ABC):
     @property
     def num_moved(self) -> int:
         """States that are read or written, a state that is both twice."""
-        return self.seqs * (self.kept + self.has_states)
+        return self.seqs * (self.kept + self.checkpoints + self.has_states)
 
     @property
     def pool_pages(self) -> int:
         """Pages of states."""
         page_bytes = case.itemsize(self.state_dtype) * int(np.prod(self.state_shape))
-        return self.num_pages or 1 + max(self.seqs * self.kept, POOL_BYTES // page_bytes)
+        written = self.seqs * (self.kept + self.checkpoints)
+        return max(self.num_pages or 1 + POOL_BYTES // page_bytes, 1 + written)
 
     def step_arrays(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-        """(query_start_loc, distribution, state_read, state_write, has_initial_state): each state in its own page."""
+        """A step in the op's order, each state in its own page; checkpoints, if any, at even distances."""
         starts = np.arange(self.seqs + 1) * (self.tokens // self.seqs)
         num_decode = self.seqs if self.tokens == self.seqs and self.has_states else 0
-        write = 1 + rng.permutation(self.seqs * self.kept).reshape(self.seqs, self.kept)
-        ints = (starts, (num_decode, num_decode, self.seqs), write[:, -1], write)
-        return (*(jnp.asarray(x, jnp.int32) for x in ints), jnp.full(self.seqs, bool(self.has_states)))
+        pages = 1 + rng.permutation(self.seqs * (self.kept + self.checkpoints)).reshape(self.seqs, -1)
+        write, own = pages[:, : self.kept], pages[:, self.kept :]
+        has_initial = np.full(self.seqs, bool(self.has_states))
+        step = Step(starts, np.array([num_decode, num_decode, self.seqs]), write[:, -1], write, has_initial)
+        if self.checkpoints:
+            distance = self.tokens // self.seqs / (self.checkpoints + 1)
+            ends = (np.arange(1, self.checkpoints + 1) * distance).astype(int)
+            step = step.with_checkpoints(np.tile(ends, (self.seqs, 1)), own)
+        return tuple(x if x.dtype == bool else x.astype(jnp.int32) for x in on_device(step))
 
     def inputs(self, rng: np.random.Generator) -> Arrays:
         """Numpy arrays of all inputs but states."""
@@ -182,7 +234,7 @@ class StateCase(Case, ABC):
 
     def make(self, rng: np.random.Generator, q_lens: Sequence[int], of_tokens: Sequence[str]) -> tuple[Arrays, Step]:
         """A random step; NaN in the padding of inputs `of_tokens`, and in pages that nobody starts from."""
-        step = random_step(rng, q_lens, self.seqs, self.num_pages, self.kept)
+        step = random_step(rng, q_lens, self.seqs, self.num_pages, self.kept, self.checkpoints)
         arrays = self.inputs(rng)
         for name in of_tokens:
             arrays[name][step.query_start_loc[-1] :] = np.nan

@@ -16,8 +16,11 @@ in the last column. A step of one token and d drafts names d + 1 pages there, fo
 rejected, the state to go on from is in page `state_write[s, L - 1 - r]`: the next step reads it there, or `page_ops`
 copies it to where the next plan reads.
 
-Axis names: T new tokens (padded), S sequences (padded), L states kept of a sequence, G key heads, H value heads, K
-numbers of a key, V numbers of a value.
+Checkpoints: `checkpoint_ends[s]` names up to k lengths within the new tokens of a sequence, `checkpoint_pages[s]` the
+pages where the states after so many of them are left, as if the step ended there; the sequence goes on.
+
+Axis names: T new tokens (padded), S sequences (padded), L states kept of a sequence, k checkpoints of it, G key heads,
+H value heads, K numbers of a key, V numbers of a value.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from pallas_kernels.gated_delta_rule import reference, validate, xla_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.lazy import lazy
 from pallas_kernels.slab_pages import name_in_slabs
-from pallas_kernels.state_checks import check_step
+from pallas_kernels.state_checks import check_step, reason_of_checkpoints
 from pallas_kernels.state_step import StepArrays
 
 if TYPE_CHECKING:
@@ -67,6 +70,8 @@ def gated_delta_rule(
     state_read: jax.Array,  # int32[S] page to start from
     state_write: jax.Array,  # int32[S] or int32[S, L] pages to leave states in; page 0 is never written
     has_initial_state: jax.Array,  # bool[S]; those without start from page 0, which is all zero
+    checkpoint_ends: jax.Array | None = None,  # int32[S, k] rising, below the sequence's new tokens; 0: none
+    checkpoint_pages: jax.Array | None = None,  # int32[S, k] pages to leave states in; 0: none
     *,
     scale: float | None = None,  # None: K ** -0.5
     use_qk_l2norm: bool = False,
@@ -82,7 +87,7 @@ def gated_delta_rule(
     pages' dtype and back to it. Convolution, gates and norms around it are the caller's.
 
     A page that one sequence writes is read by no other. Sequences without new tokens write nothing, nor do columns of
-    `state_write` for tokens that a sequence does not have.
+    `state_write` for tokens that a sequence does not have. A token with a checkpoint has no page in `state_write`.
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
@@ -90,14 +95,16 @@ def gated_delta_rule(
     """
     validate.check_inputs(q, k, v, g, beta, states)
     options = validate.check_options(q.shape[2], scale, use_qk_l2norm)
+    no_checkpoints = reason_of_checkpoints(checkpoint_ends)
     reasons = {
-        "tpu": lambda: tpu_rule.reason_not_supported(v, k, g, states),
-        "gpu": lambda: gpu_rule.reason_not_supported(v, k, g, states),
+        "tpu": lambda: no_checkpoints or tpu_rule.reason_not_supported(v, k, g, states),
+        "gpu": lambda: no_checkpoints or gpu_rule.reason_not_supported(v, k, g, states),
     }
     chosen = resolve_backend(
         name_in_slabs(validate.OP, states), backend, reasons, xla_rule.path_over(states, state_read.shape[0])
     )
-    step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
+    sequences = (query_start_loc, distribution, state_read, state_write, has_initial_state)
+    step = StepArrays(*sequences, checkpoint_ends, checkpoint_pages)
     check_step(validate.OP, v.shape[0], states.shape[0], step)
     arguments = (Inputs(q, k, v, g, beta), states, step.by_column())
     if chosen == "tpu":

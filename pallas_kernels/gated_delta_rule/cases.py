@@ -17,7 +17,6 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule, oracle
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.gated_delta_rule.oracle import INPUTS
 from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape
-from pallas_kernels.state_step import StepArrays
 
 _GATE_BYTES = 4
 # Of a number of the state and a token: decay; times k, summed; k times delta, added; times q, summed.
@@ -136,7 +135,7 @@ class DeltaCase(StateCase):
         """Outputs and states."""
         inputs, step = rest
         options: dict[str, Any] = {"scale": self.scale or None, "use_qk_l2norm": bool(self.l2norm), "backend": backend}
-        result = gated_delta_rule(*Inputs(**inputs), pages[0], *StepArrays(*step), **options)
+        result = gated_delta_rule(*Inputs(**inputs), pages[0], *step, **options)
         return Results(result.out, (result.states,))
 
     def oracle(self, arrays: Arrays, step: Step) -> tuple[np.ndarray, np.ndarray]:

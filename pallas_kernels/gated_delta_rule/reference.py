@@ -8,8 +8,8 @@ tokens at once: with `D[t, s]` what decay leaves of token s at token t, and `S` 
     out[t]  =  (D[t] q[t])^T S  +  sum_{s <= t} (q[t] . D[t, s] k[s]) delta[s]
     S       =  D[last] S  +  sum_s (D[last, s] k[s]) delta[s]^T
 
-which is the WY form (arXiv 2412.06464, section 3.3; per channel arXiv 2510.26692, section 3). States that are kept for
-drafts are those after a segment, so the tokens that have one stand alone.
+which is the WY form (arXiv 2412.06464, section 3.3; per channel arXiv 2510.26692, section 3). States that are kept are
+those after a segment: chunks end at checkpoints, and tokens with states kept for drafts stand alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
-from pallas_kernels.state_step import StateStep, StepArrays, with_states
+from pallas_kernels.state_step import StateStep, StepArrays, TokenPieces, with_states
 from pallas_kernels.varying import vary_like
 
 CHUNK_TOKENS = 32  # a power of two
@@ -39,15 +39,14 @@ class TokenStates(NamedTuple):
     """Per token of a step: where it stands, and the pages of the states before and after it."""
 
     place: jax.Array  # int32[T] among the new tokens of its sequence, -1 for padding
-    q_len: jax.Array  # int32[T] new tokens of its sequence
-    num_kept: jax.Array  # int32[T] last tokens of its sequence of which one has a page; 1 where only the last may have
+    piece: TokenPieces
     read: jax.Array  # int32[T] page of the sequence's initial state, 0 (the null page, zero) where there is none
     write: jax.Array  # int32[T] page for the state after it, 0 where none is
 
     @classmethod
     def of(cls, step: StateStep) -> TokenStates:
         """The states of each token of the step."""
-        return cls(step.place, step.q_lens[step.seq], step.num_kept[step.seq], step.reads, step.writes)
+        return cls(step.place, step.token_pieces, step.reads, step.writes)
 
 
 class Segments(NamedTuple):
@@ -59,13 +58,14 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, tokens: TokenStates, chunk_tokens: int) -> Segments:
-        """Chunks of `chunk_tokens`, the last of a sequence shorter; few tokens, and those with pages, one by one."""
-        alone = tokens.num_kept - 1  # the last token's page is that of whatever segment it ends
-        rest = (tokens.q_len - alone) % chunk_tokens
-        chunked = tokens.q_len - alone - jnp.where(rest < _LEAST_TOKENS, rest, 0)  # of its sequence
-        in_chunk = tokens.place < chunked
-        is_first = (tokens.place >= 0) & (~in_chunk | (tokens.place % chunk_tokens == 0))
-        length = jnp.where(in_chunk, jnp.minimum(chunked - tokens.place, chunk_tokens), 1)
+        """Chunks of `chunk_tokens`, the last of a piece shorter; few tokens, and those with pages, one by one."""
+        place, total, num_kept = tokens.piece
+        alone = num_kept - 1  # the last token's page is that of whatever segment it ends
+        rest = (total - alone) % chunk_tokens
+        chunked = total - alone - jnp.where(rest < _LEAST_TOKENS, rest, 0)  # of its piece
+        in_chunk = place < chunked
+        is_first = (tokens.place >= 0) & (~in_chunk | (place % chunk_tokens == 0))
+        length = jnp.where(in_chunk, jnp.minimum(chunked - place, chunk_tokens), 1)
         (first,) = jnp.nonzero(is_first, size=is_first.shape[0], fill_value=0)
         return cls(first, length[first], jnp.sum(is_first))
 

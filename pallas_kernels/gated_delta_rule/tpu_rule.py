@@ -63,7 +63,7 @@ def gated_delta_rule(
         chunked, states = tpu_chunks.delta_chunks(ready, states, segments)
         out = _where(of_decode, out, chunked)
     if num_tokens > 1 and arrays.state_write.shape[1] > 1:
-        of_drafts = (tokens.num_kept > 1) & ~of_decode
+        of_drafts = (step.num_kept > 1)[step.seq] & ~of_decode
         drafts = tokens._replace(place=jnp.where(of_drafts, tokens.place, -1))
         scanned, states = scan(inputs, by_dma(states), drafts, options, 1)
         states = array_of(states)

@@ -42,7 +42,7 @@ def gated_delta_rule(
         out, states = _single_tokens(inputs, states, step, options, trip_bytes)
     if num_tokens > 1:
         tokens = TokenStates.of(step)
-        others = tokens._replace(place=jnp.where(tokens.q_len > 1, tokens.place, -1))
+        others = tokens._replace(place=jnp.where((step.q_lens > 1)[step.seq], tokens.place, -1))
         with jax.named_scope("chunks"):
             scanned, states = scan(inputs, states, others, options, CHUNK_TOKENS)
         out = jnp.where((others.place >= 0)[:, None, None], scanned, out)

@@ -8,9 +8,10 @@ convolution and that of the scan. Each op takes one of them. A sequence reads pa
 `has_initial_state[s]`, else it starts from zero, and leaves its state after its last new token in the page that
 `state_write` names. Both may be one page (decode), or not: a state that is a prefix hit is read and kept. Of L columns,
 `state_write` names a page for the state after each of the last L new tokens, as in `gated_delta_rule`: for speculation.
+Checkpoints are states left on the way, `checkpoint_pages[s]` those after `checkpoint_ends[s]` new tokens, as there.
 
-Axis names: T new tokens (padded), S sequences (padded), L states kept of a sequence, C channels, W taps, H heads
-(Mamba 1: channels), P numbers of a head, N numbers of a state, G groups of heads.
+Axis names: T new tokens (padded), S sequences (padded), L states kept of a sequence, k checkpoints of it, C channels, W
+taps, H heads (Mamba 1: channels), P numbers of a head, N numbers of a state, G groups of heads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pallas_kernels.lazy import lazy
 from pallas_kernels.slab_pages import name_in_slabs
 from pallas_kernels.ssm_update import reference, validate, xla_scan
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
-from pallas_kernels.state_checks import check_step
+from pallas_kernels.state_checks import check_step, reason_of_checkpoints
 from pallas_kernels.state_step import StepArrays
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def causal_conv1d(
     state_read: jax.Array,  # int32[S] page to start from
     state_write: jax.Array,  # int32[S] or int32[S, L] pages to leave states in; page 0 is never written
     has_initial_state: jax.Array,  # bool[S]; those without start from page 0, which is all zero
+    checkpoint_ends: jax.Array | None = None,  # int32[S, k] rising, below the sequence's new tokens; 0: none
+    checkpoint_pages: jax.Array | None = None,  # int32[S, k] pages to leave states in; 0: none
     *,
     bias: jax.Array | None = None,  # [C]
     activation: str | None = "silu",
@@ -72,19 +75,21 @@ def causal_conv1d(
     are those of its state, and zero before its first token. Accumulation is float32.
 
     A page that one sequence writes is read by no other. Sequences without new tokens write nothing, nor do columns of
-    `state_write` for tokens that a sequence does not have.
+    `state_write` for tokens that a sequence does not have. A token with a checkpoint has no page in `state_write`.
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
     validate.check_conv(x, states, weight, bias, activation)
+    no_checkpoints = reason_of_checkpoints(checkpoint_ends)
     reasons = {
-        "tpu": lambda: tpu_conv.reason_not_supported(x, states, weight),
-        "gpu": lambda: gpu_conv.reason_not_supported(x, states, weight),
+        "tpu": lambda: no_checkpoints or tpu_conv.reason_not_supported(x, states, weight),
+        "gpu": lambda: no_checkpoints or gpu_conv.reason_not_supported(x, states, weight),
     }
     chosen = resolve_backend(name_in_slabs(validate.CONV, states), backend, reasons)
-    step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
+    sequences = (query_start_loc, distribution, state_read, state_write, has_initial_state)
+    step = StepArrays(*sequences, checkpoint_ends, checkpoint_pages)
     check_step(validate.CONV, x.shape[0], states.shape[0], step)
     arguments = (Convolution(x, weight, bias), states, step.by_column())
     if chosen == "tpu":
@@ -105,6 +110,8 @@ def selective_scan(
     state_read: jax.Array,  # int32[S] page to start from
     state_write: jax.Array,  # int32[S] or int32[S, L] pages to leave states in; page 0 is never written
     has_initial_state: jax.Array,  # bool[S]; those without start from page 0, which is all zero
+    checkpoint_ends: jax.Array | None = None,  # int32[S, k] rising, below the sequence's new tokens; 0: none
+    checkpoint_pages: jax.Array | None = None,  # int32[S, k] pages to leave states in; 0: none
     *,
     d: jax.Array | None = None,  # [H] factor of the input added to the output
     dt_bias: jax.Array | None = None,  # [H]
@@ -119,22 +126,25 @@ def selective_scan(
 
     States are computed in float32, from the pages' dtype and back to it. What else the layer does (gate, norm) is the
     caller's. A page that one sequence writes is read by no other. Sequences without new tokens write nothing, nor do
-    columns of `state_write` for tokens that a sequence does not have.
+    columns of `state_write` for tokens that a sequence does not have. A token with a checkpoint has no page in
+    `state_write`.
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
     validate.check_scan(x, states, dt, a, b, c, d, dt_bias, dt_limit)
+    no_checkpoints = reason_of_checkpoints(checkpoint_ends)
     reasons = {
-        "tpu": lambda: tpu_scan.reason_not_supported(x, states, b),
-        "gpu": lambda: gpu_scan.reason_not_supported(x, states),
-        "triton": lambda: triton_scan.reason_not_supported(x),
+        "tpu": lambda: no_checkpoints or tpu_scan.reason_not_supported(x, states, b),
+        "gpu": lambda: no_checkpoints or gpu_scan.reason_not_supported(x, states),
+        "triton": lambda: no_checkpoints or triton_scan.reason_not_supported(x),
     }
     chosen = resolve_backend(
         name_in_slabs(validate.SCAN, states), backend, reasons, xla_scan.path_over(states, state_read.shape[0])
     )
-    step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
+    sequences = (query_start_loc, distribution, state_read, state_write, has_initial_state)
+    step = StepArrays(*sequences, checkpoint_ends, checkpoint_pages)
     check_step(validate.SCAN, x.shape[0], states.shape[0], step)
     options: dict[str, Any] = {"dt_limit": (float(dt_limit[0]), float(dt_limit[1]))}
     arguments = (Scan(x, dt, a, b, c, d, dt_bias), states, step.by_column())

@@ -47,15 +47,14 @@ class ConvInputs(NamedTuple):
 
     @property
     def last(self) -> jax.Array:
-        """float32[S, L, W - 1, C]: the last inputs of every sequence, after each token kept."""
-        num_seqs, num_kept = self.step.write.shape
-        ends = self.step.q_lens[:, None] + jnp.arange(1 - num_kept, 1)  # int32[S, L] places after the tokens kept
+        """float32[S, L, W - 1, C]: the last inputs of every sequence, up to each place where it leaves a state."""
+        ends = self.step.ends
         places = ends[..., None] + jnp.arange(-self.old.shape[1], 0)
-        return self.at(jnp.arange(num_seqs)[:, None, None], places)
+        return self.at(jnp.arange(ends.shape[0])[:, None, None], places)
 
     def written(self, states: jax.Array) -> jax.Array:
         """`states` with the last inputs in the pages that the sequences write."""
-        return with_states(states, self.step.write, self.last.swapaxes(2, 3))
+        return with_states(states, self.step.pages, self.last.swapaxes(2, 3))
 
 
 @functools.partial(jax.jit, static_argnames="activation")

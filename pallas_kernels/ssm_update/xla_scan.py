@@ -174,12 +174,12 @@ def num_trips(
 def _tiles(
     out: jax.Array, states: jax.Array, tokens: Tokens, weights: Weights, step: StateStep, size: int, trip_bytes: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`out` and `states` after the sequences of several tokens, in tiles of `size`."""
-    num_tokens, num_seqs = tokens.x.shape[0], step.q_lens.shape[0]
-    q_lens = jnp.where(step.q_lens > 1, step.q_lens, 0)
-    together = _tiles_of_trip(states.shape, num_seqs, num_tokens, size, trip_bytes)
-    room = cdiv(min(num_tokens, num_tokens // size + num_seqs), together) * together
-    batch = Batch(q_lens, step.starts, q_lens)  # so that positions are places among the new tokens
+    """`out` and `states` after the sequences of several tokens, their pieces in tiles of `size`."""
+    pieces = step._replace(q_lens=jnp.where(step.q_lens > 1, step.q_lens, 0)).pieces
+    num_tokens, num_pieces, q_lens = tokens.x.shape[0], pieces.q_lens.shape[0], pieces.q_lens
+    together = _tiles_of_trip(states.shape, num_pieces, num_tokens, size, trip_bytes)
+    room = cdiv(min(num_tokens, num_tokens // size + num_pieces), together) * together
+    batch = Batch(q_lens, pieces.starts, q_lens)  # so that positions are places among the tokens of a piece
     tiles, count = query_tiles(batch, MaskRule(), room=room, queries=size, page_size=1)
     carry = (out, states, jnp.zeros(states.shape[1:], jnp.float32))
 
@@ -188,11 +188,12 @@ def _tiles(
         own = QueryTile(*(lax.dynamic_slice_in_dim(x, i * together, together) for x in tiles))
         place = own.first_pos[:, None] + jnp.arange(size, dtype=jnp.int32)
         is_real = place <= own.last_pos[:, None]
-        is_first, is_last = own.first_pos == 0, own.last_pos == q_lens[own.seq] - 1
+        is_first, is_last = own.first_pos == 0, own.last_pos == q_lens[own.seq] - 1  # of a piece
         is_tile = own.last_pos >= 0
         given = tokens.at(own.token[:, None] + jnp.arange(size, dtype=jnp.int32), is_real)
-        read = jnp.where(is_tile & is_first, step.read[own.seq], 0)
-        write = jnp.where(is_tile & is_last, step.last_write[own.seq], 0)
+        is_first = is_first if pieces.continues is None else is_first & ~pieces.continues[own.seq]
+        read = jnp.where(is_tile & is_first, pieces.read[own.seq], 0)
+        write = jnp.where(is_tile & is_last, pieces.write[own.seq], 0)
         seen, states, state = _advance(given, weights.a, Ends(is_first, read, write), states, state)
         token = jnp.where(is_real, own.token[:, None] + jnp.arange(size, dtype=jnp.int32), num_tokens)
         return out.at[token].set(weights.with_skip(seen, given.x), mode="drop"), states, state

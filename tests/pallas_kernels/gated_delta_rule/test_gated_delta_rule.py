@@ -178,6 +178,15 @@ def test_speculation_goes_on_from_what_was_accepted(shape: DeltaCase) -> None:
         done, read = done + accepted, write[0, num_kept - 1 - rejected]
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 16])
+def test_chunks_end_at_checkpoints(chunk_tokens: int) -> None:
+    """At any lengths of some sequences, beside decode rows and states kept for drafts."""
+    shape = replace(CHANNEL, checkpoints=3, kept=3, num_pages=60)
+    for seed, q_lens in enumerate([[1, 1, 0, 70, 18], [3, 0, 16, 4, 67], [90], [32, 17, 33, 2], []]):
+        arrays, step = shape.step(np.random.default_rng(seed), q_lens)
+        shape.assert_step(run_in_chunks(shape, arrays, step, chunk_tokens), arrays, step)
+
+
 @KINDS
 def test_a_state_of_the_wrong_length_is_seen(shape: DeltaCase) -> None:
     """The planted fault of prefix caching: a hit that starts from the state a token early or late, or from none.

@@ -29,6 +29,7 @@ GOOD: dict[str, Any] = {
     "has_initial_state": jnp.array([True, False, False]),
 }
 DRAFTS = {"state_write": ints([9, 1], [5, 3], [0, 0]), "has_initial_state": jnp.array([True, True, False])}
+CHECKPOINTS = {"checkpoint_ends": ints([0, 0], [1, 2], [0, 0]), "checkpoint_pages": ints([0, 0], [5, 6], [0, 0])}
 BAD = {
     "backend": ({"backend": "x"}, "gated_delta_rule: expected backend out of .*, got 'x'"),
     "q": ({"q": jnp.zeros((6, 3))}, r"expected q \[num_tokens, key_heads, key_dim\] .* got \(6, 3\)"),
@@ -73,6 +74,58 @@ BAD = {
         {"state_read": ints(3, 2, 0)},
         "expected no page read and written by two sequences, got page 3; copy it first",
     ),
+    "checkpoint_without_page": (
+        {"checkpoint_ends": CHECKPOINTS["checkpoint_ends"]},
+        "expected checkpoint_pages beside checkpoint_ends, got None; give both or none",
+    ),
+    "checkpoint_without_end": (
+        {"checkpoint_pages": CHECKPOINTS["checkpoint_pages"]},
+        "expected checkpoint_ends beside checkpoint_pages, got None; give both or none",
+    ),
+    "checkpoint_rows": (
+        CHECKPOINTS | {"checkpoint_ends": ints([1, 2])},
+        r"checkpoint_ends \[num_seqs, checkpoints\] of shape \(3, any\), got \(1, 2\)",
+    ),
+    "checkpoint_columns": (
+        CHECKPOINTS | {"checkpoint_pages": ints([0], [5], [0])},
+        r"checkpoint_pages \[num_seqs, checkpoints\] of shape \(3, 2\), got \(3, 1\)",
+    ),
+    "no_checkpoint": (
+        dict.fromkeys(CHECKPOINTS, jnp.zeros((3, 0), jnp.int32)),
+        r"of at least one checkpoint, got \(3, 0\); give None",
+    ),
+    "checkpoint_dtype": (
+        CHECKPOINTS | {"checkpoint_ends": jnp.zeros((3, 2))},
+        "expected checkpoint_ends of dtype int32, got float32",
+    ),
+    "checkpoint_last": (
+        CHECKPOINTS | {"checkpoint_ends": ints([0, 0], [1, 3], [0, 0])},
+        "expected checkpoint_ends from 1 to before the last new token, got 3 of 3; .* belongs into state_write",
+    ),
+    "checkpoint_first": (
+        CHECKPOINTS | {"checkpoint_ends": ints([0, 0], [-1, 2], [0, 0])},
+        "expected checkpoint_ends from 1 to before the last new token, got -1 of 3",
+    ),
+    "checkpoints_fall": (
+        CHECKPOINTS | {"checkpoint_ends": ints([0, 0], [2, 1], [0, 0])},
+        r"expected checkpoint_ends that rise, got \[2 1\] of sequence 1",
+    ),
+    "checkpoint_far": (
+        CHECKPOINTS | {"checkpoint_pages": ints([0, 0], [5, 7], [0, 0])},
+        r"expected checkpoint_pages in \[0, 7\), got 5 \.\.\. 7",
+    ),
+    "checkpoint_twice": (
+        CHECKPOINTS | {"checkpoint_pages": ints([0, 0], [5, 1], [0, 0])},
+        "each page in state_write and checkpoint_pages once, got page 1 twice",
+    ),
+    "checkpoint_foreign": (
+        CHECKPOINTS | {"state_read": ints(6, 2, 0)},
+        "read and written by two sequences, got page 6; copy it first",
+    ),
+    "checkpoint_of_draft": (
+        CHECKPOINTS | {"state_write": ints([0, 1], [4, 3], [0, 0])},
+        "one page for the state after a token, got state_write and checkpoint_pages after 2 tokens of sequence 1; name",
+    ),
     "foreign_draft": (DRAFTS | {"state_read": ints(5, 5, 0)}, "read and written by two sequences, got page 5"),
 }
 
@@ -90,4 +143,5 @@ def test_good_arguments() -> None:
     assert gated_delta_rule(**GOOD | {"g": jnp.zeros((6, 4, 3))}).states.shape == (7, 4, 3, 5)
     idle = {"query_start_loc": ints(0, 0, 3, 3), "state_read": ints(9, 2, 0), "state_write": ints(3, 3, 0)}
     assert gated_delta_rule(**GOOD | idle).states.shape == (7, 4, 3, 5)
+    assert gated_delta_rule(**GOOD | CHECKPOINTS).states.shape == (7, 4, 3, 5)
     assert gated_delta_rule(**GOOD | DRAFTS | {"state_read": ints(1, 5, 0)}).out.shape == (6, 4, 5)

@@ -30,16 +30,18 @@ def small(
     state_dtype: str = "float32",
     *,
     kept: int = 1,
+    checkpoints: int = 0,
     seqs: int = NUM_ROWS,
     num_pages: int = NUM_PAGES,
     **limits: float,
 ) -> ScanCase:
-    """A case with pages for all states; each that is kept beside the last needs `seqs` more."""
+    """A case with pages for all states; each of a sequence beside the last needs `seqs` more."""
     return ScanCase(
         tokens=tokens,
         seqs=seqs,
         kept=kept,
-        num_pages=num_pages + (kept - 1) * seqs,
+        checkpoints=checkpoints,
+        num_pages=num_pages + (kept - 1 + checkpoints) * seqs,
         q_dtype=q_dtype,
         state_dtype=state_dtype,
         heads=heads,

@@ -72,6 +72,10 @@ BAD_STEP = {
     "read_far": ({"state_read": ints(5, 2, 0)}, r"expected state_read in \[0, 5\), got 5 \.\.\. 5"),
     "write_far": ({"state_write": ints(1, -1, 0)}, r"expected state_write in \[0, 5\), got -1 \.\.\. 1"),
     "twice": ({"state_write": ints(3, 3, 0)}, "expected each page in state_write once, got page 3 twice"),
+    "checkpoint": (
+        {"checkpoint_ends": jnp.array([[0], [3], [0]]), "checkpoint_pages": jnp.array([[0], [4], [0]])},
+        "expected checkpoint_ends from 1 to before the last new token, got 3 of 3",
+    ),
     "foreign": (
         {"state_read": ints(3, 2, 0)},
         "expected no page read and written by two sequences, got page 3; copy it first",
@@ -112,9 +116,11 @@ def test_bad_arguments_of_the_scan(name: str) -> None:
         selective_scan(**{**good, **change})
 
 
-def test_a_bad_step_of_the_scan() -> None:
-    with pytest.raises(ValueError, match="selective_scan: expected each page in state_write once, got page 3 twice"):
-        selective_scan(**{**MAMBA1, "state_write": ints(3, 3, 0)})
+@pytest.mark.parametrize("name", ["twice", "checkpoint"])
+def test_a_bad_step_of_the_scan(name: str) -> None:
+    change, message = BAD_STEP[name]
+    with pytest.raises(ValueError, match=f"selective_scan: {message}"):
+        selective_scan(**{**MAMBA1, **change})
 
 
 def test_good_arguments() -> None:

@@ -35,6 +35,12 @@ def test_random_steps(shape: ScanCase, sizes: dict[str, int]) -> None:
     assert_random_steps(shape, sizes)
 
 
+def test_tiles_end_at_checkpoints() -> None:
+    """Of sequences of several tiles, beside drafts."""
+    shape = small(head_dim=3, groups=2, tokens=40, kept=3, checkpoints=3)
+    assert_random_steps(shape, {"tile_tokens": 8, "trip_bytes": 1 << 12})
+
+
 def assert_random_steps(shape: ScanCase, sizes: dict[str, Any]) -> None:
     """Steps of `LENGTHS`, with what is done at a time."""
     run = jax.jit(functools.partial(xla_scan.selective_scan, dt_limit=shape.limit, **sizes))
