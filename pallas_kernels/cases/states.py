@@ -51,6 +51,13 @@ class Step(NamedTuple):
         """The same with [S, k] checkpoints."""
         return self._replace(checkpoint_ends=np.array(ends, np.int32), checkpoint_pages=np.array(pages, np.int32))
 
+    def with_checkpoint_of(self, row: int, ends: Sequence[int], num_pages: int) -> Step:
+        """The same with checkpoints of one row alone, in pages that nobody names."""
+        free = np.setdiff1d(np.arange(1, num_pages), [*self.state_write.ravel(), *self.state_read])
+        all_ends, pages = np.zeros((2, len(self.state_read), len(ends)), np.int32)
+        all_ends[row], pages[row] = ends, free[: len(ends)]
+        return self.with_checkpoints(all_ends, pages)
+
     @property
     def num_rows(self) -> int:
         """Sequences, padding apart."""

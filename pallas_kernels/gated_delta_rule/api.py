@@ -95,10 +95,9 @@ def gated_delta_rule(
     """
     validate.check_inputs(q, k, v, g, beta, states)
     options = validate.check_options(q.shape[2], scale, use_qk_l2norm)
-    no_checkpoints = reason_of_checkpoints(checkpoint_ends)
     reasons = {
-        "tpu": lambda: no_checkpoints or tpu_rule.reason_not_supported(v, k, g, states),
-        "gpu": lambda: no_checkpoints or gpu_rule.reason_not_supported(v, k, g, states),
+        "tpu": lambda: tpu_rule.reason_not_supported(v, k, g, states),
+        "gpu": lambda: reason_of_checkpoints(checkpoint_ends) or gpu_rule.reason_not_supported(v, k, g, states),
     }
     chosen = resolve_backend(
         name_in_slabs(validate.OP, states), backend, reasons, xla_rule.path_over(states, state_read.shape[0])

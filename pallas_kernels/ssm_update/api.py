@@ -82,10 +82,9 @@ def causal_conv1d(
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
     validate.check_conv(x, states, weight, bias, activation)
-    no_checkpoints = reason_of_checkpoints(checkpoint_ends)
     reasons = {
-        "tpu": lambda: no_checkpoints or tpu_conv.reason_not_supported(x, states, weight),
-        "gpu": lambda: no_checkpoints or gpu_conv.reason_not_supported(x, states, weight),
+        "tpu": lambda: tpu_conv.reason_not_supported(x, states, weight),
+        "gpu": lambda: reason_of_checkpoints(checkpoint_ends) or gpu_conv.reason_not_supported(x, states, weight),
     }
     chosen = resolve_backend(name_in_slabs(validate.CONV, states), backend, reasons)
     sequences = (query_start_loc, distribution, state_read, state_write, has_initial_state)
@@ -136,7 +135,7 @@ def selective_scan(
     validate.check_scan(x, states, dt, a, b, c, d, dt_bias, dt_limit)
     no_checkpoints = reason_of_checkpoints(checkpoint_ends)
     reasons = {
-        "tpu": lambda: no_checkpoints or tpu_scan.reason_not_supported(x, states, b),
+        "tpu": lambda: tpu_scan.reason_not_supported(x, states, b),
         "gpu": lambda: no_checkpoints or gpu_scan.reason_not_supported(x, states),
         "triton": lambda: no_checkpoints or triton_scan.reason_not_supported(x),
     }

@@ -93,7 +93,7 @@ def _written(states: jax.Array, inputs: ConvInputs) -> jax.Array:
         return inputs.written(states)
     last = inputs.last.astype(states.dtype)
     by_lanes = last.reshape(*last.shape[:3], -1, LANES).swapaxes(2, 3)
-    written = array_of(with_states(by_dma(as_stored(states)), inputs.step.write, by_lanes))
+    written = array_of(with_states(by_dma(as_stored(states)), inputs.step.pages, by_lanes))
     return replace(states, memory=written.memory)
 
 
@@ -116,7 +116,8 @@ def _segments(
     """Outputs [T, C] of the tokens of all but the decode sequences; the rest is undefined."""
     num_tokens, num_channels = inputs.new.shape
     chunk = min(chunk, -(-num_tokens // _ROWS) * _ROWS)
-    segments = plan_segments(inputs.step, distribution, num_tokens, chunk)
+    whole = inputs.step._replace(checkpoints=None)  # what a sequence leaves on its way is inputs, no output of this
+    segments = plan_segments(whole, distribution, num_tokens, chunk)
     room = segments.table.shape[0] // len(Field)
     width = max(n for n in range(LANES, min(_MOST_CHANNELS, num_channels) + 1, LANES) if num_channels % n == 0)
     num_taps = taps.shape[0]

@@ -3,8 +3,8 @@
 Flow:    StateStep + distribution -> [plan_segments], [decode_pages] -> int32 tables in SMEM
 
 A *chunk* is `chunk` successive tokens of the step, whatever sequences they belong to, so that a grid's pipeline moves
-whole blocks. A *segment* is the part of one sequence inside one chunk; segments are in the order of tokens, and one
-that does not begin its sequence continues the one before it.
+whole blocks. A *segment* is the part of one piece of a sequence (`state_step`) inside one chunk; segments are in the
+order of tokens, and one that does not begin its sequence continues the one before it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Field(enum.IntEnum):
     CHUNK = 0
     FIRST = 1  # its first token in the chunk
     END = 2  # one after its last
-    SEQ = 3
+    SEQ = 3  # of a step with checkpoints: its piece
     BEGINS = 4  # 1: its first token is the first new one of the sequence
     READ = 5  # page of the initial state, 0 where there is none or it does not begin
-    WRITE = 6  # page for the state after its last token, 0 where it is not the sequence's last or none is written
+    WRITE = 6  # page for the state after its last token, 0 where it is not the piece's last or none is written
 
 
 class Segments(NamedTuple):
@@ -55,27 +55,28 @@ def decode_pages(step: StateStep, num_decode: jax.Array, num_rows: int) -> tuple
 
 def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, chunk: int) -> Segments:
     """Segments of all sequences but the decode ones."""
-    num_seqs = step.q_lens.shape[0]
-    room = min(num_tokens, -(-num_tokens // chunk) + num_seqs)
-    is_decode = jnp.arange(num_seqs) < distribution[0]
-    q_lens = jnp.where(is_decode, 0, step.q_lens)
-    first_chunk = step.starts // chunk
-    counts = jnp.where(q_lens > 0, (step.starts + q_lens - 1) // chunk - first_chunk + 1, 0)
+    is_decode = jnp.arange(step.q_lens.shape[0]) < distribution[0]
+    starts, q_lens, read, write, continues = step._replace(q_lens=jnp.where(is_decode, 0, step.q_lens)).pieces
+    num_pieces = q_lens.shape[0]
+    room = min(num_tokens, -(-num_tokens // chunk) + num_pieces)
+    first_chunk = starts // chunk
+    counts = jnp.where(q_lens > 0, (starts + q_lens - 1) // chunk - first_chunk + 1, 0)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     n = jnp.arange(room, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), num_seqs - 1)
-    index = n - ends[seq] + counts[seq]  # of the segment in its sequence
+    seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), num_pieces - 1)
+    index = n - ends[seq] + counts[seq]  # of the segment in its piece
     at = first_chunk[seq] + index
-    start, end = step.starts[seq] - at * chunk, step.starts[seq] + q_lens[seq] - at * chunk
+    start, end = starts[seq] - at * chunk, starts[seq] + q_lens[seq] - at * chunk
     begins, is_last = index == 0, index == counts[seq] - 1
+    begins = begins if continues is None else begins & ~continues[seq]
     fields = {
         Field.CHUNK: at,
         Field.FIRST: jnp.maximum(start, 0),
         Field.END: jnp.minimum(end, chunk),
         Field.SEQ: seq,
         Field.BEGINS: begins,
-        Field.READ: jnp.where(begins, step.read[seq], 0),
-        Field.WRITE: jnp.where(is_last, step.last_write[seq], 0),
+        Field.READ: jnp.where(begins, read[seq], 0),
+        Field.WRITE: jnp.where(is_last, write[seq], 0),
     }
     table = jnp.stack([jnp.where(n < ends[-1], fields[field], 0) for field in Field])
     return Segments(table.reshape(-1).astype(jnp.int32), ends[-1])

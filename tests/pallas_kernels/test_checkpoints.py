@@ -77,19 +77,12 @@ def test_every_length_equals_two_steps(name: str, backend: str) -> None:
 @EACH
 def test_the_state_of_a_neighbouring_token_is_noticed(name: str, backend: str) -> None:
     """A checkpoint a token early or late is far from the right state."""
-    case = dataclasses.replace(CASES[name], checkpoints=1)
-    arrays, step = case.step(np.random.default_rng(5), [1, 30, 6])
-    page = np.setdiff1d(np.arange(1, case.num_pages), [*step.written, *step.state_read])[:1]
-
-    def with_checkpoint(end: int) -> Step:
-        ends, pages = np.zeros((2, case.seqs, 1), np.int32)
-        ends[1], pages[1] = end, page
-        return step.with_checkpoints(ends, pages)
-
-    right = with_checkpoint(23)
+    case = CASES[name]
+    arrays, step = dataclasses.replace(case, checkpoints=0).step(np.random.default_rng(5), [1, 30, 6])
+    right = step.with_checkpoint_of(1, [23], case.num_pages)
     case.assert_step(run(case, backend, arrays, right), arrays, right)
     for end in (22, 24):
-        wrong = run(case, backend, arrays, with_checkpoint(end))
+        wrong = run(case, backend, arrays, step.with_checkpoint_of(1, [end], case.num_pages))
         with pytest.raises(AssertionError):
             case.assert_step(wrong, arrays, right)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -60,6 +61,18 @@ def test_equals_the_recurrence(shape: DeltaCase) -> None:
     for seed, q_lens in enumerate(LENGTHS):
         arrays, step = shape.step(np.random.default_rng(seed), q_lens)
         shape.assert_step(compiled(shape)(arrays, step), arrays, step)
+
+
+@pytest.mark.parametrize("shape", [SCALAR, CHANNEL, DRAFTS], ids=["scalar", "channel", "drafts"])
+def test_segments_end_at_checkpoints(shape: DeltaCase) -> None:
+    """At random lengths, and one each before, at and after the border of two chunks."""
+    shape = dataclasses.replace(shape, checkpoints=3, num_pages=70)
+    for seed, q_lens in enumerate(LENGTHS[1:]):
+        arrays, step = shape.step(np.random.default_rng(seed), q_lens)
+        shape.assert_step(compiled(shape)(arrays, step), arrays, step)
+    arrays, step = dataclasses.replace(shape, checkpoints=0).step(np.random.default_rng(4), [1, 1, 74])
+    step = step.with_checkpoint_of(2, [61, 62, 63], shape.num_pages)
+    shape.assert_step(compiled(shape)(arrays, step), arrays, step)
 
 
 def test_the_split_of_rows_does_not_matter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -40,6 +41,16 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
         assert np.isnan(out[step.tokens(row)]).all()
         kept = np.setdiff1d(np.arange(45), np.arange(CASE.tokens)[step.tokens(row)])
         np.testing.assert_array_equal(out[kept], clean[kept])
+
+
+def test_checkpoints_are_left_on_the_way() -> None:
+    """At any lengths, also where a state still has inputs of the initial one."""
+    case = replace(CASE, checkpoints=3, num_pages=60)
+    run = compile_on_tpu(partial(case.call, "tpu"), *as_arguments(*case.step(np.random.default_rng(0), [])))
+    for seed, q_lens in enumerate([[1, 9, 3, 30, 2], [1, 1, 60], [4, 4, 4, 4, 4, 4]]):
+        arrays, step = case.step(np.random.default_rng(seed), q_lens)
+        arguments = as_arguments(arrays, step)
+        case.assert_right(run(*arguments), arguments)
 
 
 BAD: dict[str, tuple[tuple[int, int], str, str]] = {

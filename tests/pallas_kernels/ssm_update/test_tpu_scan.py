@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -85,6 +86,23 @@ def test_equals_the_recurrence(shape: ScanCase) -> None:
     for seed, q_lens in enumerate(LENGTHS if shape.tokens == NUM_TOKENS else SHORT_LENGTHS):
         arrays, step = make(np.random.default_rng(seed), shape, q_lens)
         shape.assert_step(run(arrays, on_device(step)), arrays, step)
+
+
+@pytest.mark.parametrize(
+    ("shape", "q_lens", "border"),
+    [(MAMBA1, [1, 1, 38], 14), (MAMBA2, [1, 1, 148], 126), (DRAFTS, [1, 1, 38], 30)],
+    ids=["mamba1", "mamba2", "drafts"],
+)
+def test_segments_end_at_checkpoints(shape: ScanCase, q_lens: Sequence[int], border: int) -> None:
+    """At random lengths, and one each before, at and after the border of two chunks."""
+    shape = dataclasses.replace(shape, checkpoints=3, num_pages=80)
+    run = compiled(shape)
+    for seed, random_lens in enumerate(LENGTHS[1:] if shape.tokens == NUM_TOKENS else SHORT_LENGTHS[1:]):
+        arrays, step = make(np.random.default_rng(seed), shape, random_lens)
+        shape.assert_step(run(arrays, on_device(step)), arrays, step)
+    arrays, step = make(np.random.default_rng(4), dataclasses.replace(shape, checkpoints=0), q_lens)
+    step = step.with_checkpoint_of(2, [border - 1, border, border + 1], shape.num_pages)
+    shape.assert_step(run(arrays, on_device(step)), arrays, step)
 
 
 @pytest.mark.parametrize("shape", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
