@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cases import states
 from pallas_kernels.cases.states import Arrays, Step
 from pallas_kernels.gated_delta_rule import gated_delta_rule, gpu_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
@@ -46,7 +47,7 @@ def compiled(shape: DeltaCase) -> Callable[..., Any]:
 
 
 def on_device(arrays: Arrays, step: Step) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
-    return {name: jnp.asarray(array) for name, array in arrays.items()}, tuple(map(jnp.asarray, step))
+    return {name: jnp.asarray(array) for name, array in arrays.items()}, states.on_device(step)
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
