@@ -15,8 +15,9 @@ recurrent state. So these kinds need to be cached at few lengths L only, checkpo
 With the eviction policy "probation" all else that some hit could use is registered too, but evicted before anything
 that a checkpoint needs, until a hit used it. So idle memory is used, and prompts that were edited near their ends still
 hit. With other policies only what a checkpoint needs is registered, and what lengths every `retention_interval` tokens
-need. Steps of recurrent kinds end at checkpoints and at such lengths, where their states are cached. All lengths are
-multiples of the hits' alignment.
+need. Steps of recurrent kinds end at checkpoints and at such lengths, where their states are cached; and at landmarks,
+2,048 tokens and each time twice as many, so that the second prompt with a beginning hits at least half of it. All
+lengths are multiples of the hits' alignment.
 
 By vLLM's rules the end of the answer is no checkpoint and chunks are kept whole. With EAGLE there are two ends of the
 prompt, each a whole alignment earlier, and since 0.33 a second shared prefix.
@@ -28,9 +29,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvjax.core.spec import NEVER, cdiv
+
 NUM_LENGTHS = 4  # of a row that names none: two ends, a shared prefix, and what EAGLE leaves of it
 ENDS = ("all", "vllm-0.32", "vllm-0.33")  # whose rules say which ends of a request are checkpoints
 DEFAULT_TOKENS = 512
+LANDMARK_TOKENS = 2_048
 
 
 class Retention:
@@ -56,10 +60,11 @@ class Retention:
             )
         self.interval = interval
         self.alignment = alignment
+        self._landmark = cdiv(LANDMARK_TOKENS, alignment) * alignment if interval and ends == "all" else NEVER
         self._ends = ends
         self.is_vllms = ends != "all"
         self._dropped_tokens = dropped_tokens
-        self.num_last = 1 + -(-dropped_tokens // alignment)  # states of an answer that the next prompt may go on from
+        self.num_last = 1 + cdiv(dropped_tokens, alignment)  # states of an answer that the next prompt may go on from
         self.lengths = np.zeros((0, NUM_LENGTHS), np.int64)  # [rows], 0: none
         self.longest = np.zeros(0, np.int64)  # [rows] of them
 
@@ -113,16 +118,22 @@ class Retention:
     def step_end(self, start: int, end: int, lengths: Iterable[int]) -> int:
         """Where a step from `start` to `end` tokens should end, so that states exist where they are kept.
 
-        That is the first of the request's own checkpoints, `lengths`; before it, the last one of the interval.
+        That is the first of the request's own checkpoints, `lengths`, and of the landmarks; before it, the last one of
+        the interval.
         """
-        end = min([end, *(length for length in lengths if length > start)])
+        end = min([end, self._next_landmark(start), *(length for length in lengths if length > start)])
         last = end // self.interval * self.interval if self.interval else 0
         return last if last > start else end
+
+    def _next_landmark(self, num_tokens: int) -> int:
+        """The first behind so many tokens."""
+        landmark = self._landmark
+        return landmark if num_tokens < landmark else landmark << (num_tokens // landmark).bit_length()
 
 
 def default_interval(alignment: int) -> int:
     """The least multiple of the alignment that is at least `DEFAULT_TOKENS`."""
-    return -(-DEFAULT_TOKENS // alignment) * alignment
+    return cdiv(DEFAULT_TOKENS, alignment) * alignment
 
 
 __all__ = ["ENDS", "Retention", "default_interval"]

@@ -25,7 +25,7 @@ NUM_PROMPTS, NUM_ANSWER, DRAFTS, MAX_LEN = 64, 20, 2, 4_096
 HASHER = BlockHasher(16, "xxhash_cbor", seed="0")
 
 
-def manager_of(model: str, use_eagle: bool) -> KVCacheManager:
+def manager_of(model: str, use_eagle: bool, max_len: int = MAX_LEN) -> KVCacheManager:
     own = load_model_config(model).kv_cache_specs()
     specs = deployed_specs(own, state_block_size=STATE_BLOCK_SIZE, idle_state_dtype=None)
     if use_eagle:
@@ -33,8 +33,8 @@ def manager_of(model: str, use_eagle: bool) -> KVCacheManager:
             name: spec if spec.state_pages is None else replace(spec, num_speculative_blocks=DRAFTS)
             for name, spec in specs.items()
         }
-    plan = plan_kv_cache(specs, max_model_len=MAX_LEN, memory_bytes=40 * 10**9, platform="tpu")
-    return KVCacheManager(plan.config, MAX_LEN, 16, use_eagle=use_eagle)
+    plan = plan_kv_cache(specs, max_model_len=max_len, memory_bytes=40 * 10**9, platform="tpu")
+    return KVCacheManager(plan.config, max_len, 16, use_eagle=use_eagle)
 
 
 def run(manager: KVCacheManager, request: Request) -> int:
@@ -43,7 +43,7 @@ def run(manager: KVCacheManager, request: Request) -> int:
     count = manager.limit_step(request, request.num_tokens - hit, hit, blocks)
     assert manager.allocate_slots(request, count, hit, blocks) is not None
     request.num_computed_tokens = hit + count
-    for token in [None] * 4 + [7] * NUM_ANSWER:
+    for token in [None] * 9 + [7] * NUM_ANSWER:
         manager.new_step_starts()
         left = request.num_tokens - request.num_computed_tokens
         if not left and token is not None:
@@ -84,3 +84,15 @@ def test_all_but_the_first_hit_what_it_names(model: str, num_shared: int, num_ow
     ]
     longest = (num_shared - 16 * use_eagle) // 16 * 16
     assert hits == [0] + [longest] * 7
+
+
+@pytest.mark.parametrize("use_eagle", [False, True], ids=["", "eagle"])
+@pytest.mark.parametrize("num_shared", [2_047, 2_048, 2_100, 4_095, 4_113, 9_000, 16_384, 20_000])
+def test_the_second_prompt_hits_half_of_what_it_shares(num_shared: int, use_eagle: bool) -> None:
+    """From 2,048 tokens on: a power of two of them, though nobody knew where the prompts part."""
+    manager, rng = manager_of(MODELS[0], use_eagle, 24_576), np.random.default_rng(num_shared)
+    shared = rng.integers(0, 50_000, num_shared).tolist()
+    prompts = [shared + rng.integers(0, 50_000, 3_000).tolist() for _ in range(2)]
+    hits = [run(manager, Request(f"r{i}", prompt, block_hasher=HASHER)) for i, prompt in enumerate(prompts)]
+    longest = num_shared - 16 * use_eagle
+    assert hits == [0, 1 << (longest.bit_length() - 1) if longest >= 2_048 else 0]
