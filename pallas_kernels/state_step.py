@@ -70,7 +70,8 @@ class Pieces(NamedTuple):
     q_lens: jax.Array  # int32[R] new tokens
     read: jax.Array  # int32[R] page of the initial state, 0 where there is none
     write: jax.Array  # int32[R] page for the state after the last token, 0: none
-    continues: jax.Array | None  # bool[R] whether it goes on from the state of the piece before; None: none does
+    before: jax.Array | None  # int32[R] new tokens of its sequence before it; None: all are whole sequences
+    goes_on: jax.Array | None  # bool[R] whether it ends at a checkpoint
 
 
 class StateStep(NamedTuple):
@@ -150,17 +151,18 @@ class StateStep(NamedTuple):
     def pieces(self) -> Pieces:
         """The pieces of all sequences; those of one have successive rows."""
         if self.checkpoints is None:
-            return Pieces(self.starts, self.q_lens, self.read, self.last_write, None)
+            return Pieces(self.starts, self.q_lens, self.read, self.last_write, None, None)
         ends, pages = self.checkpoints
         q_lens = self.q_lens[:, None]
         borders = jnp.minimum(jnp.concatenate([jnp.zeros_like(q_lens), ends, q_lens], axis=1), q_lens)
-        continues = borders[:, :-1] > 0
+        before = borders[:, :-1]
         rows = (
-            self.starts[:, None] + borders[:, :-1],
+            self.starts[:, None] + before,
             jnp.diff(borders),
-            jnp.where(continues, 0, self.read[:, None]),
+            jnp.where(before > 0, 0, self.read[:, None]),
             jnp.concatenate([pages, self.last_write[:, None]], axis=1),
-            continues,
+            before,
+            borders[:, 1:] < q_lens,
         )
         return Pieces(*(x.reshape(-1) for x in rows))
 

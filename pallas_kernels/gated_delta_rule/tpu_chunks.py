@@ -10,6 +10,8 @@ keys as a matrix. A decay per number of the key goes in as factors of both sides
 blocks. The matrix of deltas is inverted by blocks along its diagonal, each time of twice the size. All products are
 exact to float32.
 
+A segment that peeks has no outputs; its state goes to a page, and the next segment starts from the one before.
+
 Flops per head and chunk of C tokens: `6 * C * K * V` with the state, `2 * C * C * (2 * K + V)` within, `20 * C**3` for
 the inverse. Tokens of other sequences in the chunk come as zeros, which change nothing.
 """
@@ -37,11 +39,13 @@ _MOST_HEADS = 4  # of a trip of the loop over heads
 _LEAST_GATE = -100.0  # leaves nothing in float32, and nothing times it is nothing
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="peeks")
 def delta_chunks(
     inputs: Inputs,  # `reference.prepared`: q and k [T, G, K] normed, q scaled; float32
     states: jax.Array,  # [pages, H, K, V]
     segments: Segments,  # of chunks of `CHUNK` tokens
+    *,
+    peeks: bool,  # whether some segments do
 ) -> tuple[jax.Array, jax.Array]:
     """(outputs float32[T, H, V], right for the tokens of the segments, states)."""
     num_tokens, num_heads, _ = inputs.v.shape
@@ -63,7 +67,7 @@ def delta_chunks(
 
     decay = None if is_per_channel else pltpu.VMEM((CHUNK, tokens.g.shape[1]), jnp.float32)
     results = call(
-        functools.partial(_segment, room=room),
+        functools.partial(_segment, room=room, peeks=peeks),
         _Refs,
         name="delta_chunks",
         grid=segments.num_segments,
@@ -99,7 +103,7 @@ class _Refs(NamedTuple):
     exit: Ref | None  # [64, padded H] what is left of a token at the segment's end
 
 
-def _segment(refs: _Refs, *, room: int) -> None:
+def _segment(refs: _Refs, *, room: int, peeks: bool) -> None:
     """One segment."""
     state = WholeState(CarriedState.of_grid(refs.table, room, refs.states, refs.buffers), refs.carry)
     state.begin()
@@ -112,12 +116,15 @@ def _segment(refs: _Refs, *, room: int) -> None:
     group = num_heads // key_heads
     keys_per_trip = largest_divisor(key_heads, max(1, _MOST_HEADS // group))
 
-    def some(n: jax.Array, carried: None) -> None:
-        heads = [_heads_of(n * keys_per_trip + i, group, segment, refs) for i in range(keys_per_trip)]
-        _attend([head for of_key in heads for head in of_key], segment, refs)
-        return carried
+    def compute(peeks: bool) -> None:
+        def some(n: jax.Array, carried: None) -> None:
+            heads = [_heads_of(n * keys_per_trip + i, group, segment, refs) for i in range(keys_per_trip)]
+            _attend([head for of_key in heads for head in of_key], segment, refs, peeks)
+            return carried
 
-    lax.fori_loop(0, key_heads // keys_per_trip, some, None)
+        lax.fori_loop(0, key_heads // keys_per_trip, some, None)
+
+    state.moves.each(compute, peeks)
     state.end()
 
 
@@ -158,19 +165,25 @@ def _heads_of(key_head: jax.Array, group: int, segment: tuple[jax.Array, jax.Arr
     return heads
 
 
-def _attend(heads: list[_Head], segment: tuple[jax.Array, jax.Array], refs: _Refs) -> None:
-    """Outputs and states of some heads, step by step for all of them: what one waits for is hidden by the others."""
+def _attend(heads: list[_Head], segment: tuple[jax.Array, jax.Array], refs: _Refs, peeks: bool) -> None:
+    """Outputs and states of some heads, step by step for all of them: what one waits for is hidden by the others.
+
+    A segment that `peeks` has no outputs.
+    """
+    after = refs.buffers.going if peeks else refs.carry
     inverses = _inverses([head.rates[:, :CHUNK] * head.of_keys for head in heads])
     states = [refs.carry[head.number] for head in heads]
     old = [_dot(head.entry, state, 1, 0) for head, state in zip(heads, states, strict=True)]
     right = [head.rates * (head.values - x[CHUNK:]) for head, x in zip(heads, old, strict=True)]
     deltas = [_dot(inverse, x, 1, 0) for inverse, x in zip(inverses, right, strict=True)]
     for head, state, x, delta in zip(heads, states, old, deltas, strict=True):
-        y = x[:CHUNK] + _dot(head.of_queries, delta, 1, 0)
-        own = _lanes(head.number, y.shape[1])
-        started = lax.broadcasted_iota(jnp.int32, y.shape, 0) >= segment[0]  # rows after it are written again
-        refs.out[:, own] = jnp.where(started, y, refs.out[:, own])
-        refs.carry[head.number] = head.kept * state + _dot(head.exit, delta, 0, 0)
+        if not peeks:
+            y = x[:CHUNK] + _dot(head.of_queries, delta, 1, 0)
+            own = _lanes(head.number, y.shape[1])
+            started = lax.broadcasted_iota(jnp.int32, y.shape, 0) >= segment[0]  # rows after it are written again
+            refs.out[:, own] = jnp.where(started, y, refs.out[:, own])
+        state = head.kept * state + _dot(head.exit, delta, 0, 0)
+        after[head.number] = state.astype(after.dtype)
 
 
 def _gates(g: jax.Array, segment: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -59,8 +59,9 @@ def gated_delta_rule(
     ready = prepared(inputs, options)
     out, states = _decode(ready, states, tokens, num_decode, arrays.state_read.shape[0])
     if num_tokens > 1:
-        segments = plan_segments(step.without_drafts(), arrays.distribution, num_tokens, tpu_chunks.CHUNK)
-        chunked, states = tpu_chunks.delta_chunks(ready, states, segments)
+        peeks = step.checkpoints is not None
+        segments = plan_segments(step.without_drafts(), arrays.distribution, num_tokens, tpu_chunks.CHUNK, peeks)
+        chunked, states = tpu_chunks.delta_chunks(ready, states, segments, peeks=peeks)
         out = _where(of_decode, out, chunked)
     if num_tokens > 1 and arrays.state_write.shape[1] > 1:
         of_drafts = (step.num_kept > 1)[step.seq] & ~of_decode

@@ -104,8 +104,12 @@ def _scan(
     out, states = _decode(x, states, dt, a, b, c, step, num_decode)
     if num_tokens > 1:
         chunk = tpu_mamba1.chunk_tokens(x.shape[1]) if is_mamba1 else tpu_ssd.CHUNK
-        segments = plan_segments(step.without_drafts(), distribution, num_tokens, chunk)
-        scanned, states = (tpu_mamba1.scan if is_mamba1 else tpu_ssd.ssd)(x, states, dt, a, b, c, segments)
+        peeks = not is_mamba1 and step.checkpoints is not None
+        segments = plan_segments(step.without_drafts(), distribution, num_tokens, chunk, peeks)
+        if is_mamba1:
+            scanned, states = tpu_mamba1.scan(x, states, dt, a, b, c, segments)
+        else:
+            scanned, states = tpu_ssd.ssd(x, states, dt, a, b, c, segments, peeks=peeks)
         out = jnp.pad(out, [(0, num_tokens - out.shape[0]), *[(0, 0)] * (x.ndim - 1)])
         out = jnp.where(_of_tokens(jnp.arange(num_tokens) < num_decode, x), out, scanned.astype(jnp.float32))
     return out, states.swapaxes(1, 2) if swaps else states

@@ -12,7 +12,7 @@ does for each head
 Heads narrower than 128 lanes go side by side, as many as fill them. The products `c . b` are made once a group. Tokens
 of other sequences in the chunk get time step 0 and inputs 0. With bfloat16 inputs the products that make outputs take
 bfloat16; what makes states is exact to float32, x times its decay in three parts. Flops: per token and head
-`4 * P * N + 2 * 128 * P`, and `2 * 128 * N` per group.
+`4 * P * N + 2 * 128 * P`, and `2 * 128 * N` per group. A segment that peeks makes its state alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from pallas_kernels.tpu.segments import Field, Segments
 CHUNK = LANES  # tokens
 _GRID = 4096.0
 _MOST_HEADS = 10  # of a trip of the loop over heads, unrolled
+_MOST_PEEKING = 40  # of one where the segment peeks
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="peeks")
 def ssd(
     x: jax.Array,  # [T, H, P]
     states: jax.Array,  # [pages, H, P, N]
@@ -48,6 +49,8 @@ def ssd(
     b: jax.Array,  # [T, G, N]
     c: jax.Array,
     segments: Segments,  # of chunks of `CHUNK` tokens
+    *,
+    peeks: bool,  # whether some segments do
 ) -> tuple[jax.Array, jax.Array]:
     """(c . state [T, H, P], right for the tokens of the segments, states)."""
     num_tokens, num_heads, head_dim = x.shape
@@ -65,7 +68,7 @@ def ssd(
 
     rates = jnp.pad(a[None] * math.log2(math.e), [(0, 0), *lanes])
     results = call(
-        functools.partial(_segment, room=room, num_groups=num_groups),
+        functools.partial(_segment, room=room, num_groups=num_groups, peeks=peeks),
         _Refs,
         name=f"ssd_h{_heads(num_heads // num_groups, head_dim)}",
         grid=segments.num_segments,
@@ -96,10 +99,10 @@ def heads_per_tile(head_dim: int) -> int:
     return max(1, LANES // head_dim)
 
 
-def _heads(heads_per_group: int, head_dim: int) -> int:
+def _heads(heads_per_group: int, head_dim: int, most: int = _MOST_HEADS) -> int:
     """Heads of one trip: whole tiles, which divide a group's."""
     tile = heads_per_tile(head_dim)
-    return tile * largest_divisor(heads_per_group // tile, max(1, _MOST_HEADS // tile))
+    return tile * largest_divisor(heads_per_group // tile, max(1, most // tile))
 
 
 class _Rows(NamedTuple):
@@ -129,34 +132,41 @@ class _Refs(NamedTuple):
     scores: Ref  # float32[128, 128] c . b of a group
 
 
-def _segment(refs: _Refs, *, room: int, num_groups: int) -> None:
+def _segment(refs: _Refs, *, room: int, num_groups: int, peeks: bool) -> None:
     """One segment."""
     state = WholeState(CarriedState.of_grid(refs.table, room, refs.states, refs.buffers), refs.carry)
     state.begin()
     num_heads, head_dim, state_dim = refs.carry.shape
     first, end = state.moves.field(Field.FIRST), state.moves.field(Field.END)
-    _prepare(refs, first, end)
     heads_per_group = num_heads // num_groups
-    heads = _heads(heads_per_group, head_dim)
 
-    def group(g: jax.Array, carried: None) -> None:
-        lanes = pl.ds(pl.multiple_of(g * state_dim, LANES), state_dim)
-        keys = jnp.where(_inside(first, end, (CHUNK, state_dim)), refs.b[:, lanes], jnp.zeros((), refs.b.dtype))
-        queries = refs.c[:, lanes]
-        refs.scores[...] = _dot(queries, keys, 1, 1)
+    def compute(peeks: bool) -> None:
+        heads = _heads(heads_per_group, head_dim, _MOST_PEEKING if peeks else _MOST_HEADS)
+        _prepare(refs, first, end, peeks)
 
-        def some(n: jax.Array, carried: None) -> None:
-            _attend(g * heads_per_group + n * heads, heads, queries, keys, first, end, refs)
-            return carried
+        def group(g: jax.Array, carried: None) -> None:
+            lanes = pl.ds(pl.multiple_of(g * state_dim, LANES), state_dim)
+            keys = jnp.where(_inside(first, end, (CHUNK, state_dim)), refs.b[:, lanes], jnp.zeros((), refs.b.dtype))
+            queries = None if peeks else refs.c[:, lanes]
+            if queries is not None:
+                refs.scores[...] = _dot(queries, keys, 1, 1)
 
-        return lax.fori_loop(0, heads_per_group // heads, some, carried)
+            def some(n: jax.Array, carried: None) -> None:
+                _attend(g * heads_per_group + n * heads, heads, queries, keys, first, end, refs)
+                return carried
 
-    lax.fori_loop(0, num_groups, group, None)
+            return lax.fori_loop(0, heads_per_group // heads, some, carried)
+
+        lax.fori_loop(0, num_groups, group, None)
+
+    state.moves.each(compute, peeks)
     state.end()
 
 
-def _prepare(refs: _Refs, first: jax.Array, end: jax.Array) -> None:
+def _prepare(refs: _Refs, first: jax.Array, end: jax.Array, peeks: bool) -> None:
     """Sums of `dt * a` over the segment's tokens, and what follows from them, for all heads.
+
+    A segment that peeks needs what is left of tokens and states alone.
 
     Differences of long sums lose what their terms are worth. The coarse parts of the terms are multiples of `1 / _GRID`
     whose sums are exact, and the sums of the rest are small. For float32 outputs both are kept apart.
@@ -175,18 +185,18 @@ def _prepare(refs: _Refs, first: jax.Array, end: jax.Array) -> None:
     weights = jnp.exp2((total[0] - rows_of[0]) + (total[1] - fine))
     if refs.b.dtype != jnp.float32:
         sums, rows_of = [sums[0] + sums[1]], [rows_of[0] + fine]
-    for i, part in enumerate(sums):
-        refs.cum[i] = part
     values = _Rows(rows_of[0], fine, weights, jnp.exp2(total[0] + total[1]))
-    for i, value in enumerate(values):
-        for head in range(refs.rows.shape[1]):
+    for i, part in enumerate(() if peeks else sums):
+        refs.cum[i] = part
+    for i, (name, value) in enumerate(values._asdict().items()):
+        for head in range(0 if peeks and name in ("shares", "fine") else refs.rows.shape[1]):
             refs.rows[i, head] = value[head : head + 1]
 
 
 def _attend(
     head: jax.Array,
     count: int,
-    queries: jax.Array,  # [128, N] c
+    queries: jax.Array | None,  # [128, N] c; None: the segment peeks
     keys: jax.Array,  # [128, N] b, 0 outside the segment
     first: jax.Array,
     end: jax.Array,
@@ -194,6 +204,7 @@ def _attend(
 ) -> None:
     """Outputs and states of `count` heads from `head` on."""
     x, out, carry = refs.x, refs.out, refs.carry
+    after = refs.buffers.going if queries is None else carry
     _, head_dim, state_dim = carry.shape
     tile = heads_per_tile(head_dim)
     width = tile * head_dim
@@ -207,15 +218,17 @@ def _attend(
         rows = [_Rows(*(refs.rows[i, head + k + h] for i in range(len(_Rows._fields)))) for h in range(tile)]
         lanes = pl.ds(pl.multiple_of((head + k) * head_dim, width), width)
         inputs = jnp.where(inside, x[:, lanes].astype(jnp.float32), 0.0)
-        state = carry[pl.ds(head + k, tile)].reshape(width, state_dim)
-        y = _within(refs.scores[...], inputs, columns, rows, head_dim, queries.dtype)
-        y = y + _entry(columns, head_dim) * _dot(queries, state.astype(queries.dtype), 1, 1)
-        y = jnp.where(started, y, out[:, lanes].astype(jnp.float32))
-        out[:, lanes] = y.astype(out.dtype)
+        if queries is not None:
+            state = carry[pl.ds(head + k, tile)].reshape(width, state_dim)
+            y = _within(refs.scores[...], inputs, columns, rows, head_dim, queries.dtype)
+            y = y + _entry(columns, head_dim) * _dot(queries, state.astype(queries.dtype), 1, 1)
+            y = jnp.where(started, y, out[:, lanes].astype(jnp.float32))
+            out[:, lanes] = y.astype(out.dtype)
         added = _added(inputs, keys, rows, head_dim)
         for h in range(tile):
             decay = _wide(rows[h].decay, state_dim)
-            carry[head + k + h] = carry[head + k + h] * decay + added[h * head_dim : (h + 1) * head_dim]
+            state = carry[head + k + h] * decay + added[h * head_dim : (h + 1) * head_dim]
+            after[head + k + h] = state.astype(after.dtype)
 
 
 def _within(

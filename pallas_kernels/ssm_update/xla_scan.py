@@ -191,7 +191,7 @@ def _tiles(
         is_first, is_last = own.first_pos == 0, own.last_pos == q_lens[own.seq] - 1  # of a piece
         is_tile = own.last_pos >= 0
         given = tokens.at(own.token[:, None] + jnp.arange(size, dtype=jnp.int32), is_real)
-        is_first = is_first if pieces.continues is None else is_first & ~pieces.continues[own.seq]
+        is_first = is_first if pieces.before is None else is_first & (pieces.before[own.seq] == 0)
         read = jnp.where(is_tile & is_first, pieces.read[own.seq], 0)
         write = jnp.where(is_tile & is_last, pieces.write[own.seq], 0)
         seen, states, state = _advance(given, weights.a, Ends(is_first, read, write), states, state)

@@ -84,15 +84,22 @@ class CarriedState:
     def end(self, give: Callable[[], None]) -> None:
         """Where the sequence ends and has a page: `give` its state to `going`, and the store starts."""
         page = self.field(Field.WRITE)
-
-        @pl.when(page > 0)
-        def _() -> None:
-            self._wait_for_store()
-            give()
-            self._storing(page).start()
-            self.buffers.stored[0] = page
-
+        pl.when(page > 0)(lambda: self._store(page, give))
         pl.when(self.segment + 1 == self.num_segments)(self._wait_for_store)
+
+    def each(self, compute: Callable[[bool], None], peeks: bool) -> None:
+        """`compute(False)`, or of a segment that peeks `compute(True)`, which leaves its state in `going` alone."""
+        if not peeks:
+            return compute(False)
+        page = self.field(Field.WRITE)
+        pl.when(page < 0)(lambda: self._store(-page, lambda: compute(True)))
+        return pl.when(page >= 0)(lambda: compute(False))
+
+    def _store(self, page: jax.Array, give: Callable[[], None]) -> None:
+        self._wait_for_store()
+        give()
+        self._storing(page).start()
+        self.buffers.stored[0] = page
 
     def _field(self, field: Field, segment: jax.Array) -> jax.Array:
         return self.table[field * self.room + segment]

@@ -4,7 +4,8 @@ Flow:    StateStep + distribution -> [plan_segments], [decode_pages] -> int32 ta
 
 A *chunk* is `chunk` successive tokens of the step, whatever sequences they belong to, so that a grid's pipeline moves
 whole blocks. A *segment* is the part of one piece of a sequence (`state_step`) inside one chunk; segments are in the
-order of tokens, and one that does not begin its sequence continues the one before it.
+order of tokens, and one that does not begin its sequence continues the one before it. A segment may *peek*: it leaves a
+state inside the chunk, and the next one starts where it did, so that outputs of its tokens are made once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Field(enum.IntEnum):
     SEQ = 3  # of a step with checkpoints: its piece
     BEGINS = 4  # 1: its first token is the first new one of the sequence
     READ = 5  # page of the initial state, 0 where there is none or it does not begin
-    WRITE = 6  # page for the state after its last token, 0 where it is not the piece's last or none is written
+    WRITE = 6  # page for the state after its last token, negative where it peeks, 0 where none is written
 
 
 class Segments(NamedTuple):
@@ -53,10 +54,12 @@ def decode_pages(step: StateStep, num_decode: jax.Array, num_rows: int) -> tuple
     return jnp.where(live, step.read[seq], 0), jnp.where(live, step.last_write[seq], 0)
 
 
-def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, chunk: int) -> Segments:
-    """Segments of all sequences but the decode ones."""
+def plan_segments(
+    step: StateStep, distribution: jax.Array, num_tokens: int, chunk: int, peeks: bool = False
+) -> Segments:
+    """Segments of all sequences but the decode ones; `peeks`: those that end at checkpoints inside chunks do."""
     is_decode = jnp.arange(step.q_lens.shape[0]) < distribution[0]
-    starts, q_lens, read, write, continues = step._replace(q_lens=jnp.where(is_decode, 0, step.q_lens)).pieces
+    starts, q_lens, read, write, before, goes_on = step._replace(q_lens=jnp.where(is_decode, 0, step.q_lens)).pieces
     num_pieces = q_lens.shape[0]
     room = min(num_tokens, -(-num_tokens // chunk) + num_pieces)
     first_chunk = starts // chunk
@@ -68,7 +71,12 @@ def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, chu
     at = first_chunk[seq] + index
     start, end = starts[seq] - at * chunk, starts[seq] + q_lens[seq] - at * chunk
     begins, is_last = index == 0, index == counts[seq] - 1
-    begins = begins if continues is None else begins & ~continues[seq]
+    page = jnp.where(is_last, write[seq], 0)
+    if before is not None and goes_on is not None:
+        begins &= before[seq] == 0
+        if peeks:
+            start -= before[seq]
+            page = jnp.where(goes_on[seq] & (end < chunk), -page, page)
     fields = {
         Field.CHUNK: at,
         Field.FIRST: jnp.maximum(start, 0),
@@ -76,7 +84,7 @@ def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, chu
         Field.SEQ: seq,
         Field.BEGINS: begins,
         Field.READ: jnp.where(begins, read[seq], 0),
-        Field.WRITE: jnp.where(is_last, write[seq], 0),
+        Field.WRITE: page,
     }
     table = jnp.stack([jnp.where(n < ends[-1], fields[field], 0) for field in Field])
     return Segments(table.reshape(-1).astype(jnp.int32), ends[-1])
