@@ -35,7 +35,7 @@ from pallas_kernels.gated_delta_rule import reference, validate, xla_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.lazy import lazy
 from pallas_kernels.slab_pages import name_in_slabs
-from pallas_kernels.state_checks import check_step, reason_of_checkpoints
+from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def gated_delta_rule(
     options = validate.check_options(q.shape[2], scale, use_qk_l2norm)
     reasons = {
         "tpu": lambda: tpu_rule.reason_not_supported(v, k, g, states),
-        "gpu": lambda: reason_of_checkpoints(checkpoint_ends) or gpu_rule.reason_not_supported(v, k, g, states),
+        "gpu": lambda: gpu_rule.reason_not_supported(v, k, g, states),
     }
     chosen = resolve_backend(
         name_in_slabs(validate.OP, states), backend, reasons, xla_rule.path_over(states, state_read.shape[0])

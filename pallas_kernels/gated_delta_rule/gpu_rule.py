@@ -40,7 +40,7 @@ from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.call import call
 from pallas_kernels.gpu.places import PagePlaces, PageView, reason_of_places, with_memory
 from pallas_kernels.gpu.recurrence import over_tokens
-from pallas_kernels.state_step import StateStep, StepArrays
+from pallas_kernels.state_step import Checkpoints, StateStep, StepArrays
 
 _WIDE, _NARROW = 64, 32  # columns of a tile
 _TILE_NUMBERS = 8192  # of a state, at most
@@ -95,6 +95,7 @@ def gated_delta_rule(
             "q_lens": q_lens,
             "read": step.read,
             "write": step.write,
+            "checkpoints": step.checkpoints,
             "q": q,
             "k": k,
             "v": v,
@@ -114,6 +115,7 @@ class _Refs(NamedTuple):
     q_lens: Any  # int32[S + 1]
     read: Any  # int32[S] pages
     write: Any  # int32[S, states kept of each] pages, 0: none
+    checkpoints: Checkpoints | None
     q: Any  # [T, G, K]
     k: Any  # [T, G, K]
     v: Any  # [T, H, V]
@@ -205,6 +207,11 @@ class _Share(NamedTuple):
     def write(self) -> Any:
         """Pages of the states that are kept."""
         return self.refs.write
+
+    @property
+    def checkpoints(self) -> Any:
+        """Where states are left on the way, or None."""
+        return self.refs.checkpoints
 
     @property
     def num_together(self) -> int:

@@ -23,6 +23,10 @@ class StateShare(Protocol[Inputs]):
         """Reference to int32[sequences, states kept of each] pages, 0: none."""
 
     @property
+    def checkpoints(self) -> Any:
+        """References to `state_step.Checkpoints`, or None."""
+
+    @property
     def seq(self) -> jax.Array:
         """Number of the sequence."""
 
@@ -49,8 +53,26 @@ class StateShare(Protocol[Inputs]):
 
 
 def over_tokens(share: StateShare[Inputs], state: jax.Array) -> None:
-    """Goes over all tokens; the last, which may have pages for their states, one by one."""
-    together, token = share.num_together, share.first
+    """Goes over all tokens, from checkpoint to checkpoint."""
+    if share.checkpoints is None:
+        _over_piece(share, share.first, share.end, state)
+        return
+    ends, pages = share.checkpoints
+
+    def to_checkpoint(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        token, state = carry
+        end, page = share.first + ends[share.seq, n], pages[share.seq, n]
+        state = _over_piece(share, token, end, state)
+        pl.when(page > 0)(lambda: share.store_state(page, state))
+        return end, state
+
+    token, state = lax.fori_loop(0, ends.shape[1], to_checkpoint, (share.first, state))
+    _over_piece(share, token, share.end, state)
+
+
+def _over_piece(share: StateShare[Inputs], token: jax.Array, end: jax.Array, state: jax.Array) -> jax.Array:
+    """The state after the tokens up to `end`; those that may have pages for their states go one by one."""
+    together, first = share.num_together, token
 
     def load_some(token: jax.Array) -> list[Inputs]:
         return [share.load(token + n) for n in range(together)]
@@ -59,23 +81,24 @@ def over_tokens(share: StateShare[Inputs], state: jax.Array) -> None:
 
         def some(i: jax.Array, carry: tuple[jax.Array, list[Inputs]]) -> tuple[jax.Array, list[Inputs]]:
             state, inputs = carry
-            token = share.first + i * together
+            token = first + i * together
             coming = load_some(token + together)
             for n, one in enumerate(inputs):
                 state = share.advance(token + n, state, one)
             return state, coming
 
-        alone = share.write.shape[1]
-        trips = lax.div(lax.max(share.end - share.first - alone, jnp.int32(0)), jnp.int32(together))
-        state = lax.fori_loop(0, trips, some, (state, load_some(token)))[0]
-        token = token + trips * together
+        alone = share.end - share.write.shape[1]  # the first that may have a page
+        rest = alone if end is share.end else lax.min(end, alone)
+        trips = lax.div(lax.max(rest - first, jnp.int32(0)), jnp.int32(together))
+        state = lax.fori_loop(0, trips, some, (state, load_some(first)))[0]
+        token = first + trips * together
 
     def one(token: jax.Array, state: jax.Array) -> jax.Array:
         state = share.advance(token, state, share.load(token))
         _keep(share, token, state)
         return state
 
-    lax.fori_loop(token, share.end, one, state)
+    return lax.fori_loop(token, end, one, state)
 
 
 def _keep(share: StateShare[Any], token: jax.Array, state: jax.Array) -> None:

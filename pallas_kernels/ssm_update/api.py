@@ -84,7 +84,7 @@ def causal_conv1d(
     validate.check_conv(x, states, weight, bias, activation)
     reasons = {
         "tpu": lambda: tpu_conv.reason_not_supported(x, states, weight),
-        "gpu": lambda: reason_of_checkpoints(checkpoint_ends) or gpu_conv.reason_not_supported(x, states, weight),
+        "gpu": lambda: gpu_conv.reason_not_supported(x, states, weight),
     }
     chosen = resolve_backend(name_in_slabs(validate.CONV, states), backend, reasons)
     sequences = (query_start_loc, distribution, state_read, state_write, has_initial_state)
@@ -133,11 +133,10 @@ def selective_scan(
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
     validate.check_scan(x, states, dt, a, b, c, d, dt_bias, dt_limit)
-    no_checkpoints = reason_of_checkpoints(checkpoint_ends)
     reasons = {
         "tpu": lambda: tpu_scan.reason_not_supported(x, states, b),
-        "gpu": lambda: no_checkpoints or gpu_scan.reason_not_supported(x, states),
-        "triton": lambda: no_checkpoints or triton_scan.reason_not_supported(x),
+        "gpu": lambda: gpu_scan.reason_not_supported(x, states),
+        "triton": lambda: reason_of_checkpoints(checkpoint_ends) or triton_scan.reason_not_supported(x),
     }
     chosen = resolve_backend(
         name_in_slabs(validate.SCAN, states), backend, reasons, xla_scan.path_over(states, state_read.shape[0])

@@ -46,7 +46,9 @@ class Field(enum.IntEnum):
     LEFT = 3  # of these from it on
     READ = 4  # page, where it begins its sequence
     IS_PADDING = 5
-    WRITE = 6  # page for the state after the whole sequence, where it begins that; 0: none. Then those of tokens before
+    # Page for the state after the whole sequence, where it begins that; 0: none. Then those of tokens before, then of
+    # checkpoints their pages, and as many tokens of the sequence up to them.
+    WRITE = 6
 
 
 def reason_not_supported(x: jax.Array, states: jax.Array, weight: jax.Array) -> str | None:
@@ -70,11 +72,14 @@ def causal_conv1d(
     """(out, states) as `SsmOutput`."""
     x, weight, bias = arguments
     num_channels, num_taps = weight.shape
-    table = pieces(StateStep.of(x.shape[0], arrays), x.shape[0], piece)
+    step = StateStep.of(x.shape[0], arrays)
+    table = pieces(step, x.shape[0], piece)
     taps = weight.T.astype(jnp.float32)
     offset = jnp.zeros(num_channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
     results = call(
-        functools.partial(_walk, places=PagePlaces.of_numbers(states), activation=activation),
+        functools.partial(
+            _walk, places=PagePlaces.of_numbers(states), activation=activation, num_kept=step.write.shape[1]
+        ),
         _Refs,
         name=f"conv1d_w{num_taps}",
         grid={"piece": table.shape[0], "tile": num_channels // _CHANNELS},
@@ -88,7 +93,7 @@ def causal_conv1d(
 class _Refs(NamedTuple):
     """References in global memory."""
 
-    table: Any  # int32[room, fields + L - 1] of `pieces`
+    table: Any  # int32[room, fields + L - 1 + 2 * k] of `pieces`
     x: Any  # [T, C]
     taps: Any  # float32[W, C]
     offset: Any  # float32[C]
@@ -97,7 +102,7 @@ class _Refs(NamedTuple):
 
 
 def pieces(step: StateStep, num_tokens: int, piece: int) -> jax.Array:
-    """int32[room, fields + L - 1] pieces of all sequences, and of the padding after them."""
+    """int32[room, fields + L - 1 + 2 * k] pieces of all sequences, and of the padding after them."""
     num_seqs, num_kept = step.write.shape
     num_real = jnp.sum(step.q_lens)
     q_lens = jnp.append(step.q_lens, num_tokens - num_real)
@@ -117,10 +122,14 @@ def pieces(step: StateStep, num_tokens: int, piece: int) -> jax.Array:
     }
     pages = jnp.pad(step.write, [(0, 1), (0, 0)])[seq, ::-1]
     fields |= {Field.WRITE + n: jnp.where(place == 0, pages[:, n], 0) for n in range(num_kept)}
+    if step.checkpoints is not None:
+        own = jnp.concatenate([step.checkpoints.pages, step.checkpoints.ends], axis=1)
+        own = jnp.where((place == 0)[:, None], jnp.pad(own, [(0, 1), (0, 0)])[seq], 0)
+        fields |= {Field.WRITE + num_kept + n: own[:, n] for n in range(own.shape[1])}
     return jnp.stack([fields[field] for field in sorted(fields)], axis=1).astype(jnp.int32)
 
 
-def _walk(refs: _Refs, places: PagePlaces, activation: str | None) -> None:
+def _walk(refs: _Refs, places: PagePlaces, activation: str | None, num_kept: int) -> None:
     """One tile of channels of one piece."""
     piece = lax.axis_index("piece")
     token, count, place, left, read, is_padding, write = (refs.table[piece, field] for field in Field)
@@ -171,12 +180,14 @@ def _walk(refs: _Refs, places: PagePlaces, activation: str | None) -> None:
         def _() -> None:
             store(write, lax.cond(left == count, lambda: window, lambda: inputs(token + left)))
 
-        for n in range(1, refs.table.shape[1] - Field.WRITE):
-            page = refs.table[piece, Field.WRITE + n]
+        others = [refs.table[piece, n] for n in range(Field.WRITE + 1, refs.table.shape[1])]
+        num_pages = num_kept - 1 + (len(others) - (num_kept - 1)) // 2
+        ends = [*(left - n for n in range(1, num_kept)), *others[num_pages:]]
+        for page, end in zip(others[:num_pages], ends, strict=True):
 
             @pl.when(page > 0)
-            def _(n: int = n, page: jax.Array = page) -> None:
-                store(page, _shifted_in(initial, inputs(token + left - n), left - n))
+            def _(page: jax.Array = page, end: jax.Array = end) -> None:
+                store(page, _shifted_in(initial, inputs(token + end), end))
 
 
 def _shifted_in(old: tuple[jax.Array, ...], new: tuple[jax.Array, ...], count: jax.Array) -> tuple[jax.Array, ...]:

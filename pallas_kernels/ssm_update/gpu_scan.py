@@ -33,7 +33,7 @@ from pallas_kernels.gpu.places import PagePlaces, PageView, reason_of_places, wi
 from pallas_kernels.gpu.recurrence import over_tokens
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.reference import add_skip, time_steps
-from pallas_kernels.state_step import StateStep, StepArrays
+from pallas_kernels.state_step import Checkpoints, StateStep, StepArrays
 
 _STATE_DIM_STEP, _MOST_STATE_DIM = 8, 256
 _TILE_NUMBERS = {True: 2048, False: 4096}  # of a state, by whether it is Mamba 1, which keeps as many decays
@@ -94,6 +94,7 @@ def _scan(
             "q_lens": step.q_lens,
             "read": step.read,
             "write": step.write,
+            "checkpoints": step.checkpoints,
             "x": x,
             "dt": dt,
             "a": a,
@@ -113,6 +114,7 @@ class _Refs(NamedTuple):
     q_lens: Any  # int32[S]
     read: Any  # int32[S] pages
     write: Any  # int32[S, states kept of each] pages, 0: none
+    checkpoints: Checkpoints | None
     x: Any  # [T, H, P]
     dt: Any  # float32[T, H]; Mamba 1: [T, 1, P]
     a: Any  # float32[H]; Mamba 1: [1, P, N]
@@ -182,6 +184,11 @@ class _Share(NamedTuple):
     def write(self) -> Any:
         """Pages of the states that are kept."""
         return self.refs.write
+
+    @property
+    def checkpoints(self) -> Any:
+        """Where states are left on the way, or None."""
+        return self.refs.checkpoints
 
     @property
     def num_together(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,15 @@ def compiled(shape: DeltaCase) -> Callable[..., Any]:
 
 def on_device(arrays: Arrays, step: Step) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
     return {name: jnp.asarray(array) for name, array in arrays.items()}, states.on_device(step)
+
+
+@pytest.mark.parametrize("shape", [SCALAR, DRAFTS], ids=["plain", "drafts"])
+def test_checkpoints_are_left_on_the_way(shape: DeltaCase) -> None:
+    """Within tokens loaded together and after them."""
+    shape = dataclasses.replace(shape, checkpoints=3, num_pages=40)
+    for seed, q_lens in enumerate([[1, 0, 1, 8], [2, 10], [12]]):
+        arrays, step = shape.step(np.random.default_rng(seed), q_lens)
+        shape.assert_step(compiled(shape)(*on_device(arrays, step)), arrays, step)
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,16 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
     assert np.isnan(out[step.tokens(3)].astype(np.float32)).all()
     kept = np.setdiff1d(np.arange(23), np.arange(NUM_TOKENS)[step.tokens(3)])
     np.testing.assert_array_equal(out[kept], clean[kept])
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_checkpoints_are_left_on_the_way(kept: int) -> None:
+    """At any lengths, also where a state still has inputs of the initial one."""
+    case = replace(CASE, kept=kept, checkpoints=3, num_pages=50)
+    run = compile_on_gpu(partial(case.call, "gpu"), *as_arguments(*case.step(np.random.default_rng(0), [])))
+    for seed, q_lens in enumerate([[1, 5, 3, 12, 2], [24], [1, 1, 22], [4, 4, 4, 4, 4]]):
+        arguments = as_arguments(*case.step(np.random.default_rng(seed), q_lens))
+        case.assert_right(run(*arguments), arguments)
 
 
 def test_pieces_do_not_wait_for_each_other() -> None:

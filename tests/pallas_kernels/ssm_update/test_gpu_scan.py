@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,14 @@ def assert_right(shape: ScanCase, seed: int, q_lens: Sequence[int]) -> None:
 def test_equals_the_recurrence(shape: ScanCase) -> None:
     """Decode, prefill, mixed and drafts; lengths 0 and 1; states in place and elsewhere, shared and none."""
     for seed, q_lens in enumerate(DECODE_LENGTHS if shape is DECODE else LENGTHS):
+        assert_right(shape, seed, q_lens)
+
+
+@pytest.mark.parametrize("shape", [MAMBA1, DRAFTS], ids=["mamba1", "mamba2 with drafts"])
+def test_checkpoints_are_left_on_the_way(shape: ScanCase) -> None:
+    """Within tokens loaded together and after them."""
+    shape = dataclasses.replace(shape, checkpoints=3, num_pages=40)
+    for seed, q_lens in enumerate([[1, 0, 1, 9], [2, 9], [11]]):
         assert_right(shape, seed, q_lens)
 
 
