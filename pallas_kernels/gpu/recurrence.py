@@ -58,16 +58,17 @@ def over_tokens(share: StateShare[Inputs], state: jax.Array) -> None:
         _over_piece(share, share.first, share.end, state)
         return
     ends, pages = share.checkpoints
+    count = ends.shape[1]
 
-    def to_checkpoint(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        token, state = carry
-        end, page = share.first + ends[share.seq, n], pages[share.seq, n]
+    def piece(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (token, state), is_last, n = carry, n == count, lax.min(n, jnp.int32(count - 1))
+        end = jnp.where(is_last, share.end, share.first + ends[share.seq, n])
         state = _over_piece(share, token, end, state)
-        pl.when(page > 0)(lambda: share.store_state(page, state))
+        page = pages[share.seq, n]
+        pl.when(~is_last & (page > 0))(lambda: share.store_state(page, state))
         return end, state
 
-    token, state = lax.fori_loop(0, ends.shape[1], to_checkpoint, (share.first, state))
-    _over_piece(share, token, share.end, state)
+    lax.fori_loop(0, count + 1, piece, (share.first, state))
 
 
 def _over_piece(share: StateShare[Inputs], token: jax.Array, end: jax.Array, state: jax.Array) -> jax.Array:
