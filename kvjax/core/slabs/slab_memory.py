@@ -186,6 +186,8 @@ class SlabMemory:
         own_ranks = taker.policy.ranks[own]
         num_own = 0
         others = [each for each in self.pools if each is not taker]
+        for each in others:
+            self._whole[each.number].check(taker.slabs_for(num_blocks))
         slabs: list[list[int]] = [[] for _ in self.pools]
         while num_blocks > 0:
             giver, rank = self._oldest_of(others, may_look=not any(slabs))
@@ -199,6 +201,8 @@ class SlabMemory:
                 num_blocks -= taker.blocks_per_slab
             else:
                 break
+        for each in others:
+            self._whole[each.number].end_check()
         if num_own:
             taker.make_blank(own[:num_own])
         for giver in self.pools:

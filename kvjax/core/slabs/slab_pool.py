@@ -14,6 +14,9 @@ from kvjax.core.eviction.ranked_policy import RankedPolicy
 from kvjax.core.pool.block_pool import BlockPool
 
 
+FEW_FREE = 8  # where one block of more is free, the free ones are counted
+
+
 class SlabTaker(Protocol):
     """What a pool asks of the memory."""
 
@@ -63,6 +66,9 @@ class SlabPool:
 
     def whole_slabs(self) -> np.ndarray:  # int64[k]
         """Those of `slabs` without a held block, in ascending order."""
+        if FEW_FREE * self.policy.num_free < self.pool.num_blocks:
+            num_free = np.bincount(self.policy.order() // self.blocks_per_slab)
+            return (num_free == self.blocks_per_slab).nonzero()[0]
         slabs = self.slabs()
         return slabs[~self.ref_counts[slabs].any(1)]
 

@@ -15,6 +15,7 @@ from kvjax.core.slabs.slab_pool import SlabPool
 
 HELD = 1 << 62  # above every rank
 UNKNOWN = -1  # below every rank
+FEW = 4  # slabs are checked faster one by one
 NOTED = 32  # of the slabs without held blocks one of so many is noted
 
 
@@ -25,6 +26,7 @@ class WholeSlabs:
         self._of = slab_pool
         self._size = slab_pool.blocks_per_slab
         self._noted: list[tuple[int, int]] = []  # slab, rank; the oldest last
+        self._num_checked = 0  # of those noted last, which are as they were
         self._num_free_at_none = -1  # free blocks when no slab was found, so that none is looked for again
 
     def oldest(self, may_look: bool = True) -> int:
@@ -34,7 +36,7 @@ class WholeSlabs:
         """
         while self._noted:
             slab, rank = self._noted[-1]
-            if self._rank_of(slab) == rank:
+            if self._num_checked or self._rank_of(slab) == rank:
                 return rank
             self._noted.pop()
         if not may_look:
@@ -48,7 +50,24 @@ class WholeSlabs:
 
     def take(self) -> int:
         """The slab that `oldest` found, which leaves those noted."""
+        self._num_checked = max(self._num_checked - 1, 0)
         return self._noted.pop()[0]
+
+    def check(self, count: int) -> None:
+        """Checks the next `count` of those noted at once; until `end_check` no slab may change."""
+        noted = self._noted[-count:] if count >= FEW else []
+        if not noted:
+            return
+        slabs, ranks = np.array(noted).T
+        of, size = self._of, self._size
+        is_same = (of.memory.owner[slabs] == of.number) & (of.policy.ranks.reshape(-1, size)[slabs].max(1) == ranks)
+        is_same &= ~of.ref_counts[slabs].any(1)
+        self._noted[-count:] = [pair for pair, same in zip(noted, is_same.tolist(), strict=True) if same]
+        self._num_checked = int(np.count_nonzero(is_same))
+
+    def end_check(self) -> None:
+        """Slabs may change again."""
+        self._num_checked = 0
 
     def look_again(self) -> None:
         """Slabs may have become whole since none was found."""
