@@ -16,8 +16,8 @@ With the eviction policy "probation" all else that some hit could use is registe
 that a checkpoint needs, until a hit used it. So idle memory is used, and prompts that were edited near their ends still
 hit. With other policies only what a checkpoint needs is registered, and what lengths every `retention_interval` tokens
 need. Steps of recurrent kinds end at checkpoints and at such lengths, where their states are cached; and at landmarks,
-2,048 tokens and each time twice as many, so that the second prompt with a beginning hits at least half of it. All
-lengths are multiples of the hits' alignment.
+2,048 tokens (whole intervals) and each time twice as many, so that the second prompt with a beginning hits at least
+half of it. All lengths are multiples of the hits' alignment.
 
 By vLLM's rules the end of the answer is no checkpoint and chunks are kept whole. With EAGLE there are two ends of the
 prompt, each a whole alignment earlier, and since 0.33 a second shared prefix.
@@ -60,7 +60,8 @@ class Retention:
             )
         self.interval = interval
         self.alignment = alignment
-        self._landmark = cdiv(LANDMARK_TOKENS, alignment) * alignment if interval and ends == "all" else NEVER
+        has_landmarks = interval > 0 and ends == "all"
+        self._landmark = cdiv(LANDMARK_TOKENS, interval) * interval if has_landmarks else NEVER
         self._ends = ends
         self.is_vllms = ends != "all"
         self._dropped_tokens = dropped_tokens

@@ -13,7 +13,6 @@ import numpy as np
 from kvjax.core.eviction.ranked_policy import RankedPolicy
 from kvjax.core.pool.block_pool import BlockPool
 
-
 FEW_FREE = 8  # where one block of more is free, the free ones are counted
 
 

@@ -164,6 +164,21 @@ def test_steps_of_recurrent_groups_end_at_checkpoints() -> None:
     assert sparse.limit_step(again, 4) == 4
 
 
+@pytest.mark.parametrize(("interval", "first"), [(16, 2_048), (512, 2_048), (528, 2_112), (4_096, 4_096)])
+def test_steps_end_at_landmarks(interval: int, first: int) -> None:
+    """Whole intervals, each twice as far as the one before; there is none where only own checkpoints are kept."""
+    retention = Retention(interval, 16, 0)
+    ends = [0]
+    while ends[-1] < 40 * first:
+        ends.append(retention.step_end(ends[-1], 100 * first, ()))
+    assert ends == [0, *(first << n for n in range(7))]
+    assert retention.step_end(first, 3 * first, (first + 16,)) == first + 16
+    assert retention.step_end(first, 3 * first, (3 * first,)) == 2 * first
+    assert Retention(0, 16, 0).step_end(0, 3 * first + 1, ()) == 3 * first + 1
+    for rule in ("vllm-0.32", "vllm-0.33"):
+        assert Retention(interval, 16, 0, rule).step_end(0, 9 * first + 1, ()) == 9 * first
+
+
 def test_a_step_with_drafts_ends_at_a_checkpoint_while_two_tokens_are_left() -> None:
     """The step that begins at the last known token is one of decoding, and stays as it is."""
     manager = make(Setup((NaiveGroup(3, mamba="align"),), hash_block_size=3, max_model_len=MAX_MODEL_LEN), 3)
