@@ -197,3 +197,15 @@ def test_a_restored_manager_forgets_what_the_saved_one_would() -> None:
             decode(each, of_each, np.random.default_rng(token))
         assert manager.snapshot() == restored.snapshot()
     restored.check_invariants()
+
+
+def test_each_state_is_forgotten_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, rng, given = make(interval=128), np.random.default_rng(0), []
+    pool = manager.block_pool
+    forget = pool.forget_doubtful
+    monkeypatch.setattr(pool, "forget_doubtful", lambda ids, hashes: (given.extend(ids.ravel()), forget(ids, hashes)))
+    request = Request("r", range(40), block_hasher=HASHER)
+    prefill(manager, request)
+    while request.num_tokens < MAX_LEN - 1:
+        decode(manager, [request], rng)
+    assert len(given) == len({64, 192, 320})
