@@ -21,18 +21,26 @@ OUT = Path(__file__).parent.parent / "tests" / "quick_cases.json"
 # By the beginning of a node id: cases that are cheap one by one and are the law: every pool size, every block of code.
 WHOLE = ("tests/core/", "tests/replay/", "tests/test_architecture.py", "tests/test_docs.py")
 SHARES = {
+    "tests/core/eviction/test_bulk_equivalence.py::test_a_planned_step_equals_its_calls": 3,
     "tests/core/eviction/test_policies.py::test_agrees_with_its_naive_model": 2,
+    "tests/core/kinds/test_contract.py::test_needed_blocks_are_taken_and_a_refusal_lacks_them": 3,
+    "tests/core/kinds/test_retention.py::test_a_prompt_that_comes_again_hits_as_much_as_ever": 3,
+    "tests/core/manager/test_answer_states.py::test_the_last_state_of_an_answer_stays_and_those_of_the_interval": 3,
+    "tests/core/manager/test_can_admit.py::test_it_tells_what_an_admission_would_leave": 3,
+    "tests/core/manager/test_exhaustion.py::test_a_refused_call_changes_nothing_at_any_pool_size": 2,
     "tests/core/manager/test_fork.py::test_everyone_reads_back_its_own_tokens": 3,
     "tests/core/manager/test_lookups_of_every_policy.py::test_a_lookup_finds_what_is_registered": 2,
-    "tests/core/manager/test_step_planner.py::test_a_planned_step_equals_its_calls": 2,
     "tests/core/manager/test_settle_drafts.py::test_every_pool_size_ends_all_requests_or_refuses_them": 2,
+    "tests/core/manager/test_step_planner.py::test_a_planned_step_equals_its_calls": 2,
     "tests/core/record/test_call_recorder.py::test_recorded_runs_replay_to_the_same_ids": 3,
     "tests/core/save/test_manager_state.py::test_deployments_with_reservations_and_more_continue_alike": 3,
     "tests/core/save/test_manager_state.py::test_restored_and_continued_equals_continued": 2,
+    "tests/device/pages/test_idle_states.py::test_moves_agree_with_numpy_and_touch_nothing_else": 2,
+    "tests/engine/requests/test_given_arrays.py::test_prompts_and_inputs_are_what_they_were_when_they_were_given": 3,
     "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces": 3.5,
     "tests/device/steps/test_flags.py::test_a_step_computes_the_same": 2,
-    "tests/pallas_kernels/test_flags.py::test_an_op_computes_the_same": 240,
-    "tests/pallas_kernels/test_flags.py::test_an_op_is_the_same_program": 48,
+    "tests/pallas_kernels/test_flags.py::test_an_op_computes_the_same": 330,
+    "tests/pallas_kernels/test_flags.py::test_an_op_is_the_same_program": 96,
 }
 
 

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-KERNELS = re.compile("tpu|gpu|triton")
+QUICK = re.compile("tpu|gpu|triton|validate")
 
 
 @pytest.fixture(autouse=True)
 def optimized(request: pytest.FixtureRequest) -> None:
-    """Optimizes in full, but for tests of kernels, whose interpreter's programs are compiled as quickly as may be."""
+    """Optimizes in full, but for tests of refusals, and of kernels, whose interpreters compile as quickly as may be."""
     callspec = getattr(request.node, "callspec", None)
     backend = "" if callspec is None else str(callspec.params.get("backend", ""))
-    if not (KERNELS.search(backend) or KERNELS.search(request.path.name)):
+    if not (QUICK.search(backend) or QUICK.search(request.path.name)):
         request.getfixturevalue("full_optimization")

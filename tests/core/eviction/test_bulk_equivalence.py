@@ -116,7 +116,7 @@ class ListedFlow:
 def test_rows_at_once_get_what_they_get_one_by_one(name: str) -> None:
     """Every lead of random rows that a policy calls equivalent, by the definition."""
     num_whole = 0
-    for seed in range(300):
+    for seed in range(150):
         rng = np.random.default_rng(seed)
         pool = BlockPool(13, hash_block_size=4, eviction_policy=LIVES[name][0])
         ids = rng.permutation(pool.get_new_blocks(12))
@@ -148,7 +148,7 @@ def test_rows_at_once_get_what_they_get_one_by_one(name: str) -> None:
             assert at_once == one_by_one
             assert bulk.eviction_policy.order().tolist() == single.eviction_policy.order().tolist()
             assert bulk.eviction_policy.state() == single.eviction_policy.state()
-    assert num_whole > 20
+    assert num_whole > 10
 
 
 @pytest.mark.parametrize("policy", ["slru", "cost"])

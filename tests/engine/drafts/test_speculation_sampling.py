@@ -22,7 +22,7 @@ from kvjax.models.config import ModelConfig
 from tests.models.configs import llama_dict
 
 VOCAB = 8
-NUM_SEEDS = 2000
+NUM_SEEDS = 1000
 NUM_DRAFTS = 2
 PROMPT = np.array([1, 2, 3, 1, 2, 3, 5, 1], np.int32)
 HOW = {

@@ -89,7 +89,7 @@ def test_a_long_run_of_mixed_requests_compiles_nothing(async_scheduling: bool) -
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, 256, 60)
     prompts = [
-        np.concatenate([prefix[: rng.integers(0, 60)], rng.integers(0, 256, rng.integers(1, 60))]) for _ in range(200)
+        np.concatenate([prefix[: rng.integers(0, 60)], rng.integers(0, 256, rng.integers(1, 60))]) for _ in range(80)
     ]
     params = [
         SamplingParams(
@@ -98,7 +98,7 @@ def test_a_long_run_of_mixed_requests_compiles_nothing(async_scheduling: bool) -
             top_p=float(rng.choice([1.0, 0.8])),
             top_k=int(rng.choice([0, 20])),
         )
-        for _ in range(200)
+        for _ in range(80)
     ]
     with count_compilations() as count:
         results = engine.generate(prompts, params)
