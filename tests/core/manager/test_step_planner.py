@@ -13,7 +13,7 @@ from kvjax.core import BlockHasher, KVCacheManager, KVCacheMetricsCollector, Req
 from kvjax.core.manager.step_planner import StepPlanner
 from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, WINDOW, Setup
 
-NUM_SEEDS = 32
+NUM_SEEDS = 16
 
 
 @dataclass

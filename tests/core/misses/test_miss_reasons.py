@@ -178,7 +178,7 @@ class RandomMisses(RandomInvalidation):
 def test_every_report_is_what_a_search_by_brute_force_says(name: str) -> None:
     for seed, max_evicted in enumerate((100_000, 4)):
         calls = RandomMisses(SETUPS[name], [seed, *name.encode()], max_evicted)
-        for _ in range(150):
+        for _ in range(100):
             calls.call()
         reports = list(calls.reasons.reports)
         for report in reports:
