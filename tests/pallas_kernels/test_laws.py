@@ -18,10 +18,11 @@ TYPES = case_types()
 PAIRS = [(op, backend) for op, case_type in TYPES.items() for backend in case_type.backends]
 WRITING = [op for op, case_type in TYPES.items() if case_type().writes]
 every_op = pytest.mark.parametrize("case_type", TYPES.values(), ids=TYPES)
-# Their kernels for TPU take long to compile: test_tpu_in_slabs.py compares one case of each with the oracle.
-LARGE = ("gated_delta_rule", "mla_paged_attention", "ragged_paged_attention", "selective_scan", "sparse_mla_attention")
+ATTENTION = ("mla_paged_attention", "ragged_paged_attention", "sparse_mla_attention")
+# Kernels that take long to compile: tests of them over pages in slabs compare one case of each with the oracle too.
+LARGE = {"tpu": (*ATTENTION, "gated_delta_rule", "selective_scan"), "gpu": ATTENTION, "triton": ATTENTION[1:2]}
 RANDOM_CASES = [
-    pytest.param(op, backend, seed, marks=[pytest.mark.sweep] * (seed > 0 or (backend == "tpu" and op in LARGE)))
+    pytest.param(op, backend, seed, marks=[pytest.mark.sweep] * (seed > 0 or op in LARGE.get(backend, ())))
     for op, backend in PAIRS
     for seed in range(24)
 ]
