@@ -60,15 +60,16 @@ def over_tokens(share: StateShare[Inputs], state: jax.Array) -> None:
     ends, pages = share.checkpoints
     count = ends.shape[1]
 
-    def piece(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (token, state), is_last, n = carry, n == count, lax.min(n, jnp.int32(count - 1))
-        end = jnp.where(is_last, share.end, share.first + ends[share.seq, n])
+    def piece(n: jax.Array, state: jax.Array) -> jax.Array:
+        is_last, own = n == count, lax.min(n, jnp.int32(count - 1))
+        token = jnp.where(n == 0, share.first, share.first + ends[share.seq, lax.max(n - 1, jnp.int32(0))])
+        end = jnp.where(is_last, share.end, share.first + ends[share.seq, own])
         state = _over_piece(share, token, end, state)
-        page = pages[share.seq, n]
-        pl.when(~is_last & (page > 0))(lambda: share.store_state(page, state))
-        return end, state
+        page = jnp.where(is_last, 0, pages[share.seq, own])
+        pl.when(page > 0)(lambda: share.store_state(page, state))
+        return state
 
-    lax.fori_loop(0, count + 1, piece, (share.first, state))
+    lax.fori_loop(0, count + 1, piece, state)
 
 
 def _over_piece(share: StateShare[Inputs], token: jax.Array, end: jax.Array, state: jax.Array) -> jax.Array:
@@ -88,9 +89,9 @@ def _over_piece(share: StateShare[Inputs], token: jax.Array, end: jax.Array, sta
                 state = share.advance(token + n, state, one)
             return state, coming
 
-        alone = share.end - share.write.shape[1]  # the first that may have a page
-        rest = alone if end is share.end else lax.min(end, alone)
-        trips = lax.div(lax.max(rest - first, jnp.int32(0)), jnp.int32(together))
+        alone = share.write.shape[1]
+        others = end - first - alone if share.checkpoints is None else lax.min(end, share.end - alone) - first
+        trips = lax.div(lax.max(others, jnp.int32(0)), jnp.int32(together))
         state = lax.fori_loop(0, trips, some, (state, load_some(first)))[0]
         token = first + trips * together
 

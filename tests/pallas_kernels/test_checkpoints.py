@@ -95,3 +95,11 @@ def test_columns_without_a_checkpoint_change_nothing(name: str, backend: str) ->
     none = step.with_checkpoints([[0, 2]] * case.seqs, [[3, 0]] * case.seqs)
     for found, expected in zip(*(run(case, backend, arrays, x) for x in (none, step)), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_kernel_without_checkpoints_says_so() -> None:
+    """Mamba 2's in Triton; on a GPU that has no other, such a call goes by XLA."""
+    case = CASES["mamba2"]
+    arguments = as_arguments(*case.step(np.random.default_rng(5), [1, 30, 6]))
+    with pytest.raises(NotImplementedError, match="selective_scan: this kernel leaves no states at checkpoints inside"):
+        case.call("triton", *arguments)
