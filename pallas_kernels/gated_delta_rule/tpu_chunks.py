@@ -36,6 +36,7 @@ from pallas_kernels.tpu.segments import Field, Segments
 
 CHUNK = 64  # tokens
 _MOST_HEADS = 4  # of a trip of the loop over heads
+_MOST_PEEKING = 8  # of one where the segment peeks
 _LEAST_GATE = -100.0  # leaves nothing in float32, and nothing times it is nothing
 
 
@@ -114,11 +115,13 @@ def _segment(refs: _Refs, *, room: int, peeks: bool) -> None:
         refs.entry[...], refs.exit[...] = _decays(_gates(refs.g[...], segment))
 
     group = num_heads // key_heads
-    keys_per_trip = largest_divisor(key_heads, max(1, _MOST_HEADS // group))
 
     def compute(peeks: bool) -> None:
+        most = _MOST_PEEKING if peeks else _MOST_HEADS
+        keys_per_trip = largest_divisor(key_heads, max(1, most // group))
+
         def some(n: jax.Array, carried: None) -> None:
-            heads = [_heads_of(n * keys_per_trip + i, group, segment, refs) for i in range(keys_per_trip)]
+            heads = [_heads_of(n * keys_per_trip + i, group, segment, refs, peeks) for i in range(keys_per_trip)]
             _attend([head for of_key in heads for head in of_key], segment, refs, peeks)
             return carried
 
@@ -132,7 +135,7 @@ class _Head(NamedTuple):
     """A value head's part in a segment; 0 for tokens outside."""
 
     number: jax.Array
-    entry: jax.Array  # [128, K] queries and below them keys, as they see the state before the segment
+    entry: jax.Array  # [128, K] queries and below them keys, as they see the state before the segment; peeks: keys
     exit: jax.Array  # [64, K] keys as they add to the state after it
     kept: jax.Array  # [K, V] what is left of the state
     rates: jax.Array  # [64, V] beta, the same in all lanes
@@ -141,7 +144,9 @@ class _Head(NamedTuple):
     of_queries: jax.Array  # and of queries with keys
 
 
-def _heads_of(key_head: jax.Array, group: int, segment: tuple[jax.Array, jax.Array], refs: _Refs) -> list[_Head]:
+def _heads_of(
+    key_head: jax.Array, group: int, segment: tuple[jax.Array, jax.Array], refs: _Refs, peeks: bool
+) -> list[_Head]:
     """The value heads of a key head."""
     key_dim, value_dim = refs.carry.shape[1:]
     keys, queries = (_inside(x[:, _lanes(key_head, key_dim)], segment) for x in (refs.k, refs.q))
@@ -160,8 +165,8 @@ def _heads_of(key_head: jax.Array, group: int, segment: tuple[jax.Array, jax.Arr
             kept = jnp.broadcast_to(entry[CHUNK - 1 :, :1], (key_dim, value_dim))
             decay = _decay_between(_gates(_column(refs.g, head, CHUNK), segment))
             products = (within[0] * decay, within[1] * decay)
-        both = jnp.concatenate([queries * entry, keys * entry])
-        heads.append(_Head(head, both, keys * exit, kept, rates, values, *products))
+        seen = keys * entry if peeks else jnp.concatenate([queries * entry, keys * entry])
+        heads.append(_Head(head, seen, keys * exit, kept, rates, values, *products))
     return heads
 
 
@@ -174,7 +179,7 @@ def _attend(heads: list[_Head], segment: tuple[jax.Array, jax.Array], refs: _Ref
     inverses = _inverses([head.rates[:, :CHUNK] * head.of_keys for head in heads])
     states = [refs.carry[head.number] for head in heads]
     old = [_dot(head.entry, state, 1, 0) for head, state in zip(heads, states, strict=True)]
-    right = [head.rates * (head.values - x[CHUNK:]) for head, x in zip(heads, old, strict=True)]
+    right = [head.rates * (head.values - x[-CHUNK:]) for head, x in zip(heads, old, strict=True)]
     deltas = [_dot(inverse, x, 1, 0) for inverse, x in zip(inverses, right, strict=True)]
     for head, state, x, delta in zip(heads, states, old, deltas, strict=True):
         if not peeks:
