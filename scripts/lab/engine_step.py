@@ -30,21 +30,23 @@ prepare_environment()
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 _SEQUENCES = 8
 _EMBEDDING_ROWS = 4096
-_NO_COPY = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple", "conditional", "scatter")
+_WRITES = ("scatter", "dynamic-update-slice")  # into what they are given
+_NO_COPY = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple", "conditional", *_WRITES)
 
 
 def num_page_copies(module: str, page_shapes: Iterable[tuple[int, ...]]) -> int:
     """Operations of an optimised module's text that make an array of one of the pages' shapes.
 
-    Kernels and scatters do not count: they write into what they are given, as the aliases show. Nor do arrays in VMEM,
-    S(1): XLA reads states of few pages from there.
+    Kernels, scatters and updates of slices do not count: they write into what they are given, as the aliases show, and
+    bytes of temporaries. Nor do arrays in VMEM, S(1): XLA reads states of few pages from there.
     """
     shapes = "|".join({",".join(map(str, shape)) for shape in page_shapes})
     made = re.findall(rf"= (\(?\w+\[(?:{shapes})\](?:[^=\n]*?)) ([a-z][a-z-]*)\(([^\n]*)", module)
-    scatters = re.findall(r"^(%?[\w.-]+) [^\n]*\{\n(?:[^}\n][^\n]*\n)*?\s*ROOT [^\n]* scatter\(", module, re.MULTILINE)
+    root = rf"\s*ROOT [^\n]* (?:{'|'.join(_WRITES)})\("
+    writes = re.findall(rf"^(%?[\w.-]+) [^\n]*\{{\n(?:[^}}\n][^\n]*\n)*?{root}", module, re.MULTILINE)
     in_hbm = [(name, rest) for kind, name, rest in made if name not in _NO_COPY and "S(1)" not in kind]
     called = [(name, re.search(r"calls=(%?[\w.-]+)", rest)) for name, rest in in_hbm]
-    return sum(name != "fusion" or call is None or call[1] not in scatters for name, call in called)
+    return sum(name != "fusion" or call is None or call[1] not in writes for name, call in called)
 
 
 def step_report(compiled: Any, pages: Any) -> dict[str, int]:
@@ -152,11 +154,12 @@ def compile_step(
     one_memory: bool = False,
     idle_state_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Compiles a mixed step, and encoders and work on pages as done before one; the report of the step.
+    """Compiles a step, and encoders and work on pages as done before one; the report of the step.
 
     Heads and weights are split over `num_shards` chips, and with `num_context` > 1 the tokens of pages over so many;
     kernels then are those that the chip's own process would choose. `chip` may be a card, where jax has its compiler.
-    `num_layers` None: one of each kind. With `one_memory` all pools share what `num_blocks` of each would take.
+    `num_layers` None: one of each kind. A step of as many tokens as sequences decodes. With `one_memory` all
+    pools share what `num_blocks` of each would take.
     """
     from unittest import mock
 
@@ -204,7 +207,7 @@ def compile_step(
     ]
     module = nnx.merge(graph, nnx.from_flat_state(params))
     columns = 8192 // min(group.spec.block_size for group in plan.groups)
-    bucket = Bucket(num_tokens, _SEQUENCES, columns)
+    bucket = Bucket(num_tokens, _SEQUENCES, columns, is_mixed=num_tokens != _SEQUENCES)
     dim, embeds = config.embedding_dim, None
     if dim is not None:
         embeds = jax.ShapeDtypeStruct((_EMBEDDING_ROWS, dim), "bfloat16", sharding=placement.replicated)
@@ -263,7 +266,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--each-kind", action="store_true", help="two layers, one of each kind that the model has")
     parser.add_argument("--shards", type=int, default=4, help="chips")
     parser.add_argument("--context", type=int, default=1, help="times so many chips, which share the tokens of a page")
-    parser.add_argument("--tokens", type=int, default=256, help="of the step")
+    parser.add_argument("--tokens", type=int, default=256, help=f"of the step; of {_SEQUENCES}: it decodes")
     parser.add_argument(
         "--blocks", type=int, default=4096, help="so many that pages do not fit into VMEM, where XLA would copy them"
     )

@@ -42,9 +42,10 @@ ENTRY %main {
 """
 
 
-def test_kernels_and_scatters_are_no_copies() -> None:
+def test_kernels_and_writes_into_pages_are_no_copies() -> None:
     assert num_page_copies(MODULE, [PAGES]) == 0
-    assert num_page_copies(MODULE + SCATTER, [PAGES]) == 0
+    for write in ("scatter", "dynamic-update-slice"):
+        assert num_page_copies(MODULE + SCATTER.replace("scatter", write), [PAGES]) == 0
     in_vmem = "%c = bf16[512,64,2,2,128]{4,3,2,1,0:T(2,128)(2,1)S(1)} copy-done(%start)"
     assert num_page_copies(MODULE + in_vmem, [PAGES]) == 0
     assert num_page_copies(MODULE + SCATTER.replace("ROOT %s", "ROOT %s = x[1] add(%a)\n  %s"), [PAGES]) == 1
