@@ -21,7 +21,7 @@ NIGHTLY_EXAMPLES = 100  # of at most 50 steps; one seed each time
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_agrees_with_the_naive_model(setup: Setup) -> None:
-    assert run_machine(setup, settings(max_examples=settings.default.max_examples // 12)) > 100
+    assert run_machine(setup, settings(max_examples=settings.default.max_examples // 16)) > 100
 
 
 @pytest.mark.sweep

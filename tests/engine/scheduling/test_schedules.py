@@ -20,7 +20,7 @@ from tests.engine.fake_model import FakeEngine, expected_output, expected_output
 from tests.engine.scheduling.fake_drafters import FakeDrafter, Say, all_right, all_wrong, some_right
 from tests.engine.scheduling.test_scheduler import workload
 
-NUM_SEEDS = 10  # of a test
+NUM_SEEDS = 7  # of a test
 LIMITS: tuple[dict[str, int], ...] = (
     {},
     {"max_num_batched_tokens": 15},
