@@ -79,6 +79,7 @@ class DeltaCase(StateCase):
             per_channel=int(rng.integers(2)),
             l2norm=int(rng.integers(2)),
             scale=0.7,
+            checkpoints=one_of(rng, [0, 2]),
         )
 
     @property

@@ -63,6 +63,7 @@ class ConvCase(StateCase):
             has_bias=int(rng.integers(2)),
             activation=one_of(rng, ["", "silu"]),
             chunk={"tpu": one_of(rng, [32, 64]), "gpu": 9}.get(backend, 0),
+            checkpoints=one_of(rng, [0, 2]),
         )
 
     @property
@@ -185,6 +186,7 @@ class ScanCase(StateCase):
             least_dt=limit[0],
             most_dt=limit[1],
             chunk=one_of(rng, [16, 32]) if backend == "triton" else 0,
+            checkpoints=0 if backend == "triton" else one_of(rng, [0, 2]),
         )
 
     @property
