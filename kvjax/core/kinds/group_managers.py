@@ -89,6 +89,8 @@ class GroupManagers:
         self._check_kinds()
         self.retention = self._make_retention()
         self._register_what_hits_need()
+        self.states_on_the_way = self._find_states_on_the_way()
+        self.checkpoints_in_step = self.options.checkpoints_in_step if self.states_on_the_way else 0
         if self.releasing:
             for pool in pools:
                 pool.eviction_policy.note_checkpoints()
@@ -177,6 +179,11 @@ class GroupManagers:
         has_probation = not retention.is_vllms and manager.block_pool.eviction_policy.knows_probation
         interval = self.alignment if has_probation else retention.interval
         return CheckpointColumns(need, interval, manager.max_columns, retention, has_probation)
+
+    def _find_states_on_the_way(self) -> tuple[RecurrentManager, ...]:
+        """The managers of recurrent states; none unless all can leave one inside a step."""
+        found = tuple(manager for manager in self.cacheable if isinstance(manager, RecurrentManager))
+        return found if all(manager.leaves_states_on_the_way for manager in found) else ()
 
     def lookup_limit(self, manager: SingleTypeKVCacheManager, length: int, max_length: int, num_hashed: int) -> int:
         """Tokens that a manager whose hits drop a block looks at, for a hit of at most `length` tokens.

@@ -131,6 +131,16 @@ class RecurrentManager(SingleTypeKVCacheManager):
         self.num_blocks[row] = required
         return self.block_tables[:, row, held:required].copy()
 
+    @property
+    def leaves_states_on_the_way(self) -> bool:
+        """Whether a step may leave states before its end: drafts have columns there."""
+        return self.answer_states is not None and not self._num_speculative
+
+    def take_checkpoints(self, row: int, columns: np.ndarray) -> None:
+        """Takes blocks for the states at the ends of int64[n] columns that a step passes over."""
+        ids = self.block_pool.get_new_blocks(self.num_groups * columns.size).reshape(self.num_groups, -1)
+        self.block_tables[:, row, columns] = ids
+
     def held_slots(self, row: int) -> int:
         """Slots up to the end of the running column; speculative columns have none."""
         return (self.num_blocks.item(row) - self._num_speculative) * self.block_size

@@ -126,6 +126,29 @@ class Retention:
         last = end // self.interval * self.interval if self.interval else 0
         return last if last > start else end
 
+    def lengths_between(self, start: int, end: int, lengths: Iterable[int]) -> list[int]:
+        """The landmarks and those of a request's own checkpoints, `lengths`, behind `start` and before `end` tokens."""
+        found = {length for length in lengths if start < length < end}
+        landmark = self._next_landmark(start)
+        while landmark < end:
+            found.add(landmark)
+            landmark *= 2
+        return sorted(found)
+
+    def end_with_checkpoints(self, start: int, end: int, num_tokens: int, between: Sequence[int], most: int) -> int:
+        """Where a step from `start` towards `end` ends that leaves at most `most` of the states `between` on its way.
+
+        The prompt's last step ends with it, others where a state is kept.
+        """
+        if len(between) > most:
+            return between[most]
+        if end >= num_tokens:
+            return end
+        for unit in (self.interval, self.alignment):
+            if unit and (last := end // unit * unit) > start:
+                return last
+        return start
+
     def _next_landmark(self, num_tokens: int) -> int:
         """The first behind so many tokens."""
         landmark = self._landmark

@@ -61,7 +61,13 @@ class ManagerReader:
     def group_tables(self) -> list[GroupTables]:
         """The live block tables of all groups, those of one spec in one pool side by side: what plans are read from."""
         return [
-            GroupTables(m.group_ids, m.block_size, read_only(m.block_tables), read_only(m.num_blocks))
+            GroupTables(
+                m.group_ids,
+                m.block_size,
+                read_only(m.block_tables),
+                read_only(m.num_blocks),
+                self.groups.checkpoints_in_step if m in self.groups.states_on_the_way else 0,
+            )
             for m in self.groups.managers
         ]
 

@@ -156,7 +156,8 @@ class RowBlocks:
         if any(needs):
             if not self._needs.fit(needs):
                 return None
-            new_ids = self.allocate(row, num_slots, num_tokens=num_tokens)
+            computed = self._table.num_computed_tokens.item(row)
+            new_ids = self.allocate(row, num_slots, computed, num_tokens=num_tokens)
             for pool, ids in zip(self._groups.pool_of_group, new_ids, strict=True):
                 if pool.slabs is not None and ids.size:
                     pool.slabs.note_growth(1)
@@ -170,17 +171,38 @@ class RowBlocks:
             manager.remove_skipped_blocks(row, settled_tokens)
 
     def allocate(
-        self, row: int, num_slots: int, num_encoder_tokens: int = 0, num_tokens: int = NEVER
+        self, row: int, num_slots: int, num_computed: int, num_encoder_tokens: int = 0, num_tokens: int = NEVER
     ) -> tuple[np.ndarray, ...]:
         """Per group int32[k] new blocks, until the row has `num_slots` slots; the encoder's are those of a new row.
 
-        `num_tokens` are the slots without lookahead.
+        `num_computed` are the tokens that the step starts from, `num_tokens` the slots without lookahead.
         """
         new_ids = []
+        held = [manager.num_blocks.item(row) for manager in self._groups.managers]
         for manager in self._groups.managers:
             slots = min(num_slots, num_tokens) if manager.holds_states else num_slots
             new_ids.append(manager.allocate_new_blocks(row, manager.slots_of(slots, num_encoder_tokens)))
+        if self._take_checkpoints(row, num_computed, min(num_slots, num_tokens)):
+            new_ids = [
+                manager.block_tables[:, row, first : manager.num_blocks.item(row)].copy()
+                for manager, first in zip(self._groups.managers, held, strict=True)
+            ]
         return self._groups.by_group(new_ids)
+
+    def _take_checkpoints(self, row: int, num_computed: int, num_tokens: int) -> bool:
+        """Takes blocks for states that a step leaves on its way to `num_tokens`, if there is room; whether it did."""
+        retention, most = self._groups.retention, self._groups.checkpoints_in_step
+        if not most or retention is None or num_tokens - num_computed < 2:
+            return False
+        between = np.array(retention.lengths_between(num_computed, num_tokens, retention.lengths_of(row))[-most:])
+        needs = [0] * len(self._groups.pools)
+        for manager in self._groups.states_on_the_way:
+            needs[self._groups.pools.index(manager.block_pool)] += manager.num_groups * between.size
+        if not any(needs) or not self._needs.fit(needs):
+            return False
+        for manager in self._groups.states_on_the_way:
+            manager.take_checkpoints(row, between // manager.block_size - 1)
+        return True
 
     def cacheable_tokens(self, request: Request, row: int, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens lie in blocks that may be registered: known and hashed."""

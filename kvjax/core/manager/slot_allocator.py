@@ -282,7 +282,7 @@ class SlotAllocator:
             self._sub_block_hits.split(row, partial, copies)
         if counts.encoder:
             self._table.num_encoder_tokens[row] = counts.encoder
-        new_ids = self._rows.allocate(row, num_slots, counts.encoder, after)
+        new_ids = self._rows.allocate(row, num_slots, total_computed, counts.encoder, after)
         if counts.external:
             self._rows.note_loaded(row, hit.block_ids, total_computed)
         if not delay_caching:

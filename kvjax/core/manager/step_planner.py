@@ -194,11 +194,23 @@ class StepPlanner:
         if self._rows.copy_on_write.num_sharing:
             sharing = self._rows.copy_on_write.is_sharing[work.rows]
             length = int(sharing.argmax()) if sharing.any() else length
+        if self._groups.checkpoints_in_step:
+            length = min(length, self._rows_without_checkpoints(work))
         for pool, of_pool in zip(self._groups.pools, self._managers_of_pool, strict=True):
             parts = [(self._managers[i].block_tables, work.changes[i]) for i, _ in of_pool]
             flow = StepFlow(work.rows.size, parts)
             length = min(length, pool.eviction_policy.bulk_equivalent(flow))
         return length
+
+    def _rows_without_checkpoints(self, work: StepWork) -> int:
+        """How many rows come before the first that leaves a state on its way."""
+        computed, retention = self._table.num_computed_tokens[work.rows], self._groups.retention
+        assert retention is not None  # there are checkpoints
+        for i in (work.num_tokens - computed > 1).nonzero()[0].tolist():
+            lengths = retention.lengths_of(work.rows.item(i))
+            if retention.lengths_between(computed.item(i), work.num_tokens.item(i), lengths):
+                return i
+        return work.rows.size
 
     # -- planning a stretch -----------------------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ class ManagerOptions:
             requests end, where they part, and every so many tokens (0: nowhere else). Hits of other lengths become
             shorter, and room is left for other blocks. None: all are cached. "auto": every 512 tokens, or the next
             multiple of all block sizes; None with `sub_block_hits`. See kinds/retention.py.
+        checkpoints_in_step: most recurrent states that a step leaves of one request on its way, at checkpoints: so many
+            fewer steps end there. For devices whose ops take `GroupPlan.checkpoint_ends`. A state for which there is no
+            block is left out.
         reserve: whether a new request is admitted only if the worst cases of all that run and of it fit together (its
             final length is its prompt and `max_tokens`); then no later call of a running request is refused.
         track_origins: whether to remember what each cached block was computed under, for `invalidate`: 4 bytes a block.
@@ -67,6 +70,7 @@ class ManagerOptions:
     eviction_policy: str | EvictionPolicyFactory = DEFAULT_POLICY
     same_step_hits: bool = True
     retention_interval: int | str | None = AUTO
+    checkpoints_in_step: int = 0
     reserve: bool = False
     track_origins: bool = False
     zero_new_pages: bool = False
@@ -115,6 +119,7 @@ class ManagerOptions:
             size = getattr(self, name)
             if size is not None:
                 as_count(name, size, least=1)
+        as_count("checkpoints_in_step", self.checkpoints_in_step)
         interval = self.retention_interval
         if isinstance(interval, str) and interval != AUTO:
             raise ValueError(f"expected retention_interval of tokens, {AUTO!r} or None, got {interval!r}")

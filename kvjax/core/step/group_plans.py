@@ -25,6 +25,7 @@ class GroupTables(NamedTuple):
     block_size: int  # tokens of a block, those on all ranks of context parallelism
     entries: np.ndarray  # int32[groups, rows, columns], 0 beyond each row's blocks
     num_blocks: np.ndarray  # int64[rows] blocks in each row, nulls included
+    num_checkpoints: int = 0  # most states that a step leaves of a request on its way
 
 
 class BlockTables(Protocol):
@@ -301,7 +302,21 @@ def _state_fields(pages: StatePages, own: _Held, place: int, step: GroupsStep) -
         "state_read": read.astype(np.int32),
         "state_write": write.astype(np.int32),
         "has_initial_state": has_initial,
+        **(_checkpoint_fields(own, place, step) if own.tables.num_checkpoints else {}),
     }
+
+
+def _checkpoint_fields(own: _Held, place: int, step: GroupsStep) -> dict[str, np.ndarray]:
+    """The states that requests leave on their way: where a column before that of the last state has a block."""
+    table, size, most = own.tables.entries[place], own.tables.block_size, own.tables.num_checkpoints
+    ends, pages = np.zeros((2, step.rows.size, most), np.int32)
+    firsts, lasts = step.computed // size, (step.seq_lens - 1) // size
+    for i in (lasts > firsts).nonzero()[0].tolist():
+        row, first = table[step.rows[i]], firsts.item(i)
+        columns = first + row[first : lasts.item(i)].nonzero()[0][-most:]
+        ends[i, : columns.size] = (columns + 1) * size - step.computed[i]
+        pages[i, : columns.size] = row[columns]
+    return {"checkpoint_ends": ends, "checkpoint_pages": pages}
 
 
 def _with_drafts(

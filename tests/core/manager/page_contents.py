@@ -7,6 +7,7 @@ from the pages that step plans name and left in those, as the ops do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,7 @@ class PageContents:
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
         self.pages = Pages(manager.kv_cache_config.slabs)
-        self.num_copies = self.num_moved = 0
+        self.num_copies = self.num_moved = self.num_on_the_way = 0
         self.encoders: set[str] = set()  # requests whose encoder runs with their first step
         pairs = manager.kv_cache_config.idle_groups
         self.idle, self.running_of = dict(pairs), {idle: running for running, idle in pairs}
@@ -115,6 +116,12 @@ class PageContents:
                     if page:
                         assert page not in writer
                         writer[page], values[page] = row, (*key, tuple(tokens[: len(tokens) - back]))
+            for row, ends, on_way in self.on_the_way(plan, group_id):
+                tokens, key = self.tokens_of(parts[row]), (group_id, parts[row].request.cache_salt)
+                for end, page in zip(ends, on_way, strict=True):
+                    assert page not in writer
+                    writer[page] = row
+                    values[page] = (*key, tuple(tokens[: parts[row].request.num_computed_tokens + end]))
             for row, page in zip(plan.rows.tolist(), group.state_read.tolist(), strict=True):
                 request = parts[row].request
                 if start := request.num_computed_tokens:
@@ -125,6 +132,25 @@ class PageContents:
                 self.pages[group.pool_id, page] = {0: value}
         for moves in plan.idle_states:
             self.move(moves.running_pool, moves.idle_pool, moves.stores, self.idle)
+
+    def on_the_way(self, plan: StepPlan, group_id: int) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Rows that leave states inside the step: after how many of its tokens, and in which pages."""
+        group = plan.groups[group_id]
+        if group.checkpoint_ends is None or group.checkpoint_pages is None:
+            return
+        for row, num_new, ends, pages in zip(
+            plan.rows.tolist(),
+            plan.num_new_tokens.tolist(),
+            group.checkpoint_ends.tolist(),
+            group.checkpoint_pages.tolist(),
+            strict=True,
+        ):
+            count = sum(page > 0 for page in pages)
+            self.num_on_the_way += count
+            assert sorted({end for end in ends if end}) == ends[:count]
+            assert not any(ends[count:] + pages[count:])
+            assert all(0 < end < num_new for end in ends[:count])
+            yield row, ends[:count], pages[:count]
 
     def move(self, source_pool: int, destination_pool: int, copies: PageCopies, group_of: dict[int, int]) -> None:
         """States to another pool, where they are those of another group."""
