@@ -39,12 +39,17 @@ class DeviceStates:
     read: Array  # int32[S]
     write: Array  # int32[S], or int32[S, 1 + drafts]
     has_initial: Array  # bool[S]
+    checkpoint_ends: Array | None = None  # int32[S, k]; None: no step leaves a state on its way
+    checkpoint_pages: Array | None = None  # int32[S, k]
 
     @classmethod
-    def empty(cls, num_requests: int, num_drafts: int) -> DeviceStates:
+    def empty(cls, num_requests: int, num_drafts: int, num_checkpoints: int = 0) -> DeviceStates:
         """States without any request."""
         shape = (num_requests, 1 + num_drafts) if num_drafts else (num_requests,)
-        return cls(np.zeros(num_requests, np.int32), np.zeros(shape, np.int32), np.zeros(num_requests, bool))
+        none = np.zeros((num_requests, num_checkpoints), np.int32) if num_checkpoints else None
+        return cls(
+            np.zeros(num_requests, np.int32), np.zeros(shape, np.int32), np.zeros(num_requests, bool), none, none
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +107,7 @@ class DeviceBatch:
             ValueError: the plan does not fit the bucket, or `embed_index` or `given` are not of its tokens.
         """
         sizes, longest = plan_sizes(plan), longest_request(plan)
-        if not bucket.fits(*sizes, longest):
+        if not bucket.fits(*sizes, longest, most_checkpoints(plan)):
             what = f"{sizes} (tokens, requests, columns, drafts) and {longest} tokens of a request"
             raise ValueError(f"a step of {what} does not fit {bucket}")
         for name, values in (("embed_index", embed_index), ("given", given)):
@@ -159,7 +164,7 @@ class DeviceBatch:
         for i, count in reserved.items():
             groups[i] = replace(groups[i], reserved_blocks=np.zeros(count, np.int32))
         for i, num_drafts in recurrent.items():
-            groups[i] = replace(groups[i], states=DeviceStates.empty(requests, num_drafts))
+            groups[i] = replace(groups[i], states=DeviceStates.empty(requests, num_drafts, bucket.num_checkpoints))
         for i, ratios in compressed.items():
             groups[i] = replace(groups[i], compressed=entries(ratios))
         for i in encoder:
@@ -198,7 +203,13 @@ def pick_bucket(plan: StepPlan, buckets: Buckets) -> Bucket:
     Raises:
         ValueError: none fits; the message names the limits.
     """
-    return buckets.pick(*plan_sizes(plan), longest_request(plan))
+    return buckets.pick(*plan_sizes(plan), longest_request(plan), most_checkpoints(plan))
+
+
+def most_checkpoints(plan: StepPlan) -> int:
+    """States that the request leaves on its way which leaves the most."""
+    pages = [group.checkpoint_pages for group in plan.groups if group.checkpoint_pages is not None]
+    return max([int(np.count_nonzero(of_group, axis=1).max(initial=0)) for of_group in pages], default=0)
 
 
 def padded(values: np.ndarray, length: int, fill: int = 0) -> np.ndarray:
@@ -226,7 +237,7 @@ def _groups(plan: StepPlan, bucket: Bucket) -> tuple[DeviceGroup, ...]:
                 block_tables=_block_tables(group, bucket),
                 seq_lens=seq_lens[key],
                 slot_mapping=_slot_mapping(group, bucket),
-                states=_states(group, num_requests=bucket.num_requests),
+                states=_states(group, bucket),
                 compressed=_compressed(plan, group, bucket),
                 reserved_blocks=None if group.reserved_blocks is None else group.reserved_blocks.copy(),
             )
@@ -259,14 +270,27 @@ def _block_tables(group: GroupPlan, bucket: Bucket) -> np.ndarray:
     return block_tables
 
 
-def _states(group: GroupPlan, num_requests: int) -> DeviceStates | None:
+def _states(group: GroupPlan, bucket: Bucket) -> DeviceStates | None:
     if group.state_read is None or group.state_write is None or group.has_initial_state is None:
         return None
     return DeviceStates(
-        read=padded(group.state_read, num_requests),
-        write=padded(group.state_write.T, num_requests).T,
-        has_initial=padded(group.has_initial_state, num_requests),
+        read=padded(group.state_read, bucket.num_requests),
+        write=padded(group.state_write.T, bucket.num_requests).T,
+        has_initial=padded(group.has_initial_state, bucket.num_requests),
+        checkpoint_ends=_on_the_way(group.checkpoint_ends, bucket),
+        checkpoint_pages=_on_the_way(group.checkpoint_pages, bucket),
     )
+
+
+def _on_the_way(values: np.ndarray | None, bucket: Bucket) -> np.ndarray | None:
+    """int32[bucket requests, bucket checkpoints], 0 where the plan has none; None: the bucket has none."""
+    if not bucket.num_checkpoints:
+        return None
+    out = np.zeros((bucket.num_requests, bucket.num_checkpoints), np.int32)
+    if values is not None:
+        width = min(values.shape[1], bucket.num_checkpoints)
+        out[: len(values), :width] = values[:, :width]
+    return out
 
 
 def _compressed(plan: StepPlan, group: GroupPlan, bucket: Bucket) -> DeviceCompressed | None:

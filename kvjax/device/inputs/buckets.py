@@ -46,9 +46,11 @@ class Bucket:
     num_columns: int  # P
     num_drafts: int = 0  # of a request
     is_mixed: bool = True  # whether a request may have more tokens than one and its drafts
+    num_checkpoints: int = 0  # recurrent states that a request may leave on its way
 
     def __post_init__(self) -> None:
-        for name, least in (("num_tokens", 1), ("num_requests", 1), ("num_columns", 1), ("num_drafts", 0)):
+        counts = {"num_tokens": 1, "num_requests": 1, "num_columns": 1, "num_drafts": 0, "num_checkpoints": 0}
+        for name, least in counts.items():
             if getattr(self, name) < least:
                 raise ValueError(f"expected {name} >= {least}, got {getattr(self, name)}")
         if not self.is_mixed and self.num_tokens != self.num_requests * (1 + self.num_drafts):
@@ -66,6 +68,7 @@ class Bucket:
         num_columns: int,
         num_drafts: int = 0,
         longest: int | None = None,  # tokens of the request that has the most; None: as many as there can be
+        num_checkpoints: int = 0,
     ) -> bool:
         """Whether a step of these sizes can be padded to this bucket."""
         if longest is None:
@@ -75,6 +78,7 @@ class Bucket:
             and num_requests <= self.num_requests
             and num_columns <= self.num_columns
             and num_drafts <= self.num_drafts
+            and num_checkpoints <= self.num_checkpoints
             and (self.is_mixed or longest <= 1 + self.num_drafts)
         )
 
@@ -107,6 +111,7 @@ class Buckets:
         block_size: int,
         max_buckets: int = MAX_BUCKETS,
         num_drafts: int = 0,
+        num_checkpoints: int = 0,
         decode_apart: bool = False,
         drafts_apart: bool = False,
     ) -> Buckets:
@@ -115,6 +120,7 @@ class Buckets:
         `num_drafts`: the most drafts of a request in a step. Every shape has rows of logits for so many, but for
         decode steps in which nobody has a draft. `decode_apart`: decode steps without drafts have buckets that are not
         mixed, for attention that then compiles to no prefill; `drafts_apart`: those with drafts too, if these are few.
+        `num_checkpoints`: recurrent states that a request may leave on its way in mixed steps.
 
         Raises:
             ValueError: a limit is below 1, or `num_drafts` below 0.
@@ -143,7 +149,11 @@ class Buckets:
             for p in _ladder(columns, b)
             for k in drafts
         ]
-        mixed = [Bucket(t, min(t, seqs), p, num_drafts) for t in _ladder(most, c) for p in _ladder(columns, d)]
+        mixed = [
+            Bucket(t, min(t, seqs), p, num_drafts, num_checkpoints=num_checkpoints)
+            for t in _ladder(most, c)
+            for p in _ladder(columns, d)
+        ]
         return cls(tuple(decode + mixed))
 
     @property
@@ -168,6 +178,7 @@ class Buckets:
         num_columns: int,
         num_drafts: int = 0,
         longest: int | None = None,  # tokens of the request that has the most; None: as many as there can be
+        num_checkpoints: int = 0,
     ) -> Bucket:
         """The smallest bucket that fits: fewest tokens, then requests, columns and drafts of a request.
 
@@ -176,7 +187,7 @@ class Buckets:
         Raises:
             ValueError: none fits.
         """
-        sizes = (num_tokens, num_requests, num_columns, num_drafts, longest)
+        sizes = (num_tokens, num_requests, num_columns, num_drafts, longest, num_checkpoints)
         for bucket in self.steps if self._has_decode else ():
             if not bucket.is_mixed and bucket.fits(*sizes):
                 return bucket

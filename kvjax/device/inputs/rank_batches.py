@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from kvjax.core.step.step_plan import StepPlan
-from kvjax.device.inputs.batch import DeviceBatch, DeviceGroup, longest_request, plan_sizes
+from kvjax.device.inputs.batch import DeviceBatch, DeviceGroup, longest_request, most_checkpoints, plan_sizes
 from kvjax.device.inputs.buckets import Bucket, Buckets
 
 
@@ -30,7 +30,8 @@ def pick_bucket_of_ranks(plans: Sequence[StepPlan | None], buckets: Buckets) -> 
     """
     known = [plan for plan in plans if plan is not None]
     tokens, requests, columns, drafts = map(max, zip(*map(plan_sizes, known), strict=True))
-    return buckets.pick(tokens, requests, columns, drafts, max(map(longest_request, known)))
+    longest, checkpoints = max(map(longest_request, known)), max(map(most_checkpoints, known))
+    return buckets.pick(tokens, requests, columns, drafts, longest, checkpoints)
 
 
 def join_batches(batches: Sequence[DeviceBatch], num_previous: int) -> DeviceBatch:

@@ -27,6 +27,8 @@ class RecurrentStep(NamedTuple):
     state_read: jax.Array  # int32[S]
     state_write: jax.Array  # int32[S], or int32[S, 1 + drafts]
     has_initial_state: jax.Array  # bool[S]
+    checkpoint_ends: jax.Array | None = None  # int32[S, k]; None: no state is left on the way
+    checkpoint_pages: jax.Array | None = None  # int32[S, k]
 
 
 # (arrays of the layer's states, step, *inputs) -> (output [T, heads, ...], the arrays with the step's states written)
@@ -66,6 +68,10 @@ def update_states(
     assert states is not None  # `check_states` comes first
     arrays_of_step = (batch.query_start_loc, batch.distribution, states.read, states.write, states.has_initial)
     step = RecurrentStep(*map(jnp.asarray, arrays_of_step))
+    if states.checkpoint_ends is not None and states.checkpoint_pages is not None:
+        step = step._replace(
+            checkpoint_ends=jnp.asarray(states.checkpoint_ends), checkpoint_pages=jnp.asarray(states.checkpoint_pages)
+        )
 
     def checked(states: Column, step: RecurrentStep, inputs: Sequence[jax.Array]) -> tuple[jax.Array, Column]:
         out, after = update(states, step, *inputs)

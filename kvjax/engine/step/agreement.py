@@ -125,7 +125,8 @@ def describe(step: HostStep | RankSteps) -> str:
         num_requests, num_tokens = num_requests + plan.num_requests, num_tokens + plan.num_tokens
         digest.update("\n".join(map(str, plan.request_ids)).encode())
         for group in plan.groups:
-            _add(digest, (group.block_tables, group.seq_lens, group.slot_mapping, group.state_read, group.state_write))
+            states = (group.state_read, group.state_write, group.checkpoint_ends, group.checkpoint_pages)
+            _add(digest, (group.block_tables, group.seq_lens, group.slot_mapping, *states))
         _add(
             digest, [getattr(plan, field.name) for field in fields(plan) if field.name not in ("request_ids", "groups")]
         )

@@ -17,6 +17,8 @@ from kvjax.planning.load import USUAL_TOKENS
 from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
 from kvjax.tiers.config import TierConfig
 
+CHECKPOINTS_IN_STEP = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -127,11 +129,20 @@ class EngineConfig:
         return None if keeps_all else self.state_block_size
 
     @property
+    def checkpoints_in_step(self) -> int:
+        """Recurrent states that a step may leave of a request on its way.
+
+        Drafts have states in their place, and idle states are stored behind a step.
+        """
+        leaves_none = self.speculative is not None or self.idle_state_dtype is not None
+        return 0 if leaves_none or self.short_state_blocks is None else CHECKPOINTS_IN_STEP
+
+    @property
     def manager_options(self) -> ManagerOptions:
         """What is cached and evicted."""
         if self.release is not None:
             return ManagerOptions.vllm(self.release)
-        return ManagerOptions(eviction_policy=self.eviction_policy)
+        return ManagerOptions(eviction_policy=self.eviction_policy, checkpoints_in_step=self.checkpoints_in_step)
 
     def __post_init__(self) -> None:
         sizes = (

@@ -227,6 +227,7 @@ class ModelRunner:
             block_size=block_size,
             max_buckets=config.max_buckets,
             num_drafts=config.num_drafts,
+            num_checkpoints=config.checkpoints_in_step if any(one is not None for one in pages) else 0,
             decode_apart=decodes_apart(),
             drafts_apart=jax.default_backend() == "gpu",
         )
