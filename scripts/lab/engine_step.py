@@ -173,6 +173,7 @@ def compile_step(
     from kvjax.device.pages.page_ops import copy_pages_padded, zero_pages_padded
     from kvjax.engine.sampling.sampler import sample
     from kvjax.engine.sampling.sampling_table import SamplingTable
+    from kvjax.engine.step.config import CHECKPOINTS_IN_STEP
     from kvjax.models import ModelConfig, build_model
     from kvjax.models.sharding import param_sharding
     from kvjax.planning import Parallelism, plan_kv_cache, with_idle_states
@@ -207,7 +208,11 @@ def compile_step(
     ]
     module = nnx.merge(graph, nnx.from_flat_state(params))
     columns = 8192 // min(group.spec.block_size for group in plan.groups)
-    bucket = Bucket(num_tokens, _SEQUENCES, columns, is_mixed=num_tokens != _SEQUENCES)
+    is_mixed = num_tokens != _SEQUENCES
+    has_states = any(group.spec.state_pages is not None for group in plan.groups)
+    leaves_states = is_mixed and has_states and idle_state_dtype is None  # as an engine's steps do
+    num_checkpoints = CHECKPOINTS_IN_STEP if leaves_states else 0
+    bucket = Bucket(num_tokens, _SEQUENCES, columns, is_mixed=is_mixed, num_checkpoints=num_checkpoints)
     dim, embeds = config.embedding_dim, None
     if dim is not None:
         embeds = jax.ShapeDtypeStruct((_EMBEDDING_ROWS, dim), "bfloat16", sharding=placement.replicated)
