@@ -94,13 +94,12 @@ class ChatTemplate:
         except Exception as error:  # whatever a program of the checkpoint's raises
             raise ValueError(f"the model's chat template refuses the messages: {error}") from error
 
-    def turn_starts(self, messages: Sequence[Message], **given: Any) -> list[int]:
-        """Characters of the rendered chat before what other chats say at a turn; `given` as for `render`.
+    def turn_starts(self, text: str, messages: Sequence[Message], **given: Any) -> list[int]:
+        """Characters of the rendered chat, `text`, before what other chats say at a turn; `given` as for `render`.
 
         Turns are those of users and tools, the first and the last ones. A turn where the template refuses other
         contents has none.
         """
-        text = self.render(messages, **given)
         turns = [i for i, message in enumerate(messages) if message.get("role") not in NOT_PARTED_FROM]
         chosen = turns if len(turns) <= FIRST_TURNS + LAST_TURNS else [*turns[:FIRST_TURNS], *turns[-LAST_TURNS:]]
         return sorted({start for i in chosen for start in self._start_of(text, messages, i, given)})
@@ -155,7 +154,7 @@ def chat_prompt(
         raise ValueError("expected messages as one or more mappings of role and content")
     text = template.render(messages, tools=tools, **variables)
     token_ids, ends = model.tokenizer.encode_plain(text)
-    starts = template.turn_starts(messages, tools=tools, **variables)
+    starts = template.turn_starts(text, messages, tools=tools, **variables)
     named = sorted({bisect_right(ends, start) for start in starts} - {0})
     return ChatPrompt(token_ids, tuple(named[-MAX_CHECKPOINTS:]))
 

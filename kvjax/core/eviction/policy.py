@@ -100,9 +100,9 @@ class EvictionPolicy(abc.ABC):
         """Registered blocks, free or held, are needed where a request ended: they are on probation no more."""
         return
 
-    def forget_doubtful(self, ids: np.ndarray) -> np.ndarray:  # int64[k]
-        """Which of int64[n] free hashed blocks are on probation: they are about to lose their hashes."""
-        return ids[:0]
+    def are_on_probation(self, ids: np.ndarray) -> np.ndarray:  # bool[n]
+        """Which of int64[n] hashed blocks are on probation."""
+        return np.zeros(ids.size, np.bool_)
 
     def note_step_planned(self) -> None:
         """What follows is another step, or a request was freed."""

@@ -252,16 +252,9 @@ class ProbationPolicy(RankedPolicy):
             self._rank(lasted, LASTING)
             self._rank(free, LASTING)
 
-    def forget_doubtful(self, ids: np.ndarray) -> np.ndarray:  # int64[k]
-        """They join the tail of the blank queue; none is young then."""
-        self.let_age()
-        ids = ids[self._on_probation[ids]]
-        self._on_probation[ids] = False
-        self._probation.remove_distinct(ids)
-        self._blank.append_distinct(ids)
-        if self.keeps_ranks:
-            self.ranks[ids] = 0
-        return ids
+    def are_on_probation(self, ids: np.ndarray) -> np.ndarray:  # bool[n]
+        """As they were told to be."""
+        return self._on_probation[ids]
 
     def note_forgotten(self, ids: np.ndarray) -> None:
         """Free ones join the blank queue; if there are any, no block is young then."""

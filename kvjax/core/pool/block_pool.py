@@ -405,9 +405,8 @@ class BlockPool:
         A block stays as it is if somebody holds it, if it has another hash or none, or if it is not on probation.
         """
         is_idle = self.prefix_index.have(block_ids, block_hashes) & (self.ref_count[block_ids] == 0)
-        distinct, _ = self._ids.count_repeats(block_ids[is_idle].astype(np.int64))
-        ids = self.eviction_policy.forget_doubtful(distinct)
-        self._evict_hashed(ids, ids.size, was_reused=False)
+        ids = block_ids[is_idle].astype(np.int64)
+        self.evict_blocks(ids[self.eviction_policy.are_on_probation(ids)])
 
     def _evict_hashed(self, ids: np.ndarray, num_free: int, was_reused: bool) -> None:
         """int64[n] hashed blocks, so many of them free, are hits no more."""

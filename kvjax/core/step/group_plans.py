@@ -308,6 +308,8 @@ def _state_fields(pages: StatePages, own: _Held, place: int, step: GroupsStep) -
 
 def _checkpoint_fields(own: _Held, place: int, step: GroupsStep) -> dict[str, np.ndarray]:
     """The states that requests leave on their way: where a column before that of the last state has a block."""
+    if step.tokens.rows.size == step.rows.size:  # one token each
+        return {}
     table, size, most = own.tables.entries[place], own.tables.block_size, own.tables.num_checkpoints
     ends, pages = np.zeros((2, step.rows.size, most), np.int32)
     firsts, lasts = step.computed // size, (step.seq_lens - 1) // size

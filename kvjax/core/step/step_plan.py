@@ -68,7 +68,7 @@ class GroupPlan:
     state_write: np.ndarray | None = None  # int32[S] page to leave it in; with drafts int32[S, 1 + drafts], see below
     has_initial_state: np.ndarray | None = None  # bool[S]
     checkpoint_ends: np.ndarray | None = None  # int32[S, k] new tokens before states left on the way, rising; 0: none
-    checkpoint_pages: np.ndarray | None = None  # int32[S, k] where they are left; None: no step leaves any
+    checkpoint_pages: np.ndarray | None = None  # int32[S, k] where they are left; None: this step leaves none
     encoder_starts: np.ndarray | None = None  # int32[S + 1] where the encoder's tokens begin in `slot_mapping`, if read
     compressed: tuple[CompressedStates, ...] = ()  # where a state stands for several tokens: each number, ascending
     reserved_blocks: np.ndarray | None = (
