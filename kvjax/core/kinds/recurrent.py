@@ -231,7 +231,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
     def take_back(self, rows: np.ndarray, num_tokens: np.ndarray, num_kept: np.ndarray) -> Entries:
         """Puts the block of the state after `num_kept` tokens into their column, the block there in its place.
 
-        Columns that a step passed over do not stay between the state and the running one: the blocks behind move up.
+        Columns that a step passed over do not stay between the state and the next running one: blocks behind move up.
         """
         columns = self._end_columns(rows, num_kept) - 1
         running = self.num_blocks[rows] - self.num_tail_columns
@@ -251,20 +251,27 @@ class RecurrentManager(SingleTypeKVCacheManager):
         return changed, at, tables[:, changed, at]
 
     def _take_back_each(self, rows: np.ndarray, columns: np.ndarray, sources: np.ndarray) -> Entries:
-        """Row by row: the block at its source comes to its column, the others from there on follow without nulls."""
+        """Row by row: the block at its source comes to its column, the others stand where later tokens look for them."""
         entries = []
         for row, column, source in zip(rows.tolist(), columns.tolist(), sources.tolist(), strict=True):
             end = self.num_blocks.item(row)
             behind = self.block_tables[:, row, column:end]
             order = behind[0].nonzero()[0]
             order = np.concatenate([[source - column], order[order != source - column]])
-            blocks = behind[:, order]
+            blocks, places = behind[:, order], self._places_behind(row, column, order.size)
             behind.fill(0)
-            behind[:, : order.size] = blocks
-            self.num_blocks[row] = column + order.size
+            behind[:, places - column] = blocks
+            self.num_blocks[row] = places[-1] + 1
             entries.append((np.full(end - column, row), np.arange(column, end), behind.copy()))
         changed, at, blocks = zip(*entries, strict=True)
         return np.concatenate(changed), np.concatenate(at), np.concatenate(blocks, axis=1)
+
+    def _places_behind(self, row: int, column: int, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
+        """The columns of a state's block and those behind it: running blocks where states end, then the speculative."""
+        places = [column]
+        for _ in range(num_blocks - self.num_tail_columns):
+            places.append(self.end_column(row, (places[-1] + 1) * self.block_size + 1) - 1)
+        return np.array([*places, *range(places[-1] + 1, places[-1] + self.num_tail_columns)])
 
     def move_back(self, row: int, num_tokens: int) -> None:
         """Ends the row's tail at the column of its newest state again, so that the next step may pass over others."""

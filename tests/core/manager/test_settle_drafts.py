@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,9 +159,15 @@ class Decoding:
         }
 
 
-def make(name: str, drafts: int, num_blocks: int, texts: dict[str, list[int]], **options: bool) -> Decoding:
+def make(name: str, drafts: int, num_blocks: int, texts: dict[str, list[int]], **options: Any) -> Decoding:
     config = KVCacheConfig.single_pool(num_blocks, *specs_of(name, drafts))
     return Decoding(KVCacheManager(config, MAX_MODEL_LEN, hash_block_size=2, **options), texts)
+
+
+def interval_options(name: str, num_units: int) -> dict[str, int]:
+    """A recurrent state of an answer is kept every so many units, so that drafts cross lengths of kept states."""
+    unit = {"mamba": 4, "full_mamba": 8, "window_mamba": 6}[name]
+    return {"retention_interval": num_units * unit}
 
 
 def random_texts(rng: np.random.Generator, count: int) -> dict[str, list[int]]:
@@ -180,9 +187,20 @@ def draw_drafts(rng: np.random.Generator, request: Request, text: list[int], mos
 @pytest.mark.parametrize("name", NAMES + RECURRENT)
 def test_caches_what_a_manager_caches_that_never_drafted(name: str, seed: int) -> None:
     """The same blocks registered after every plan, the same hits of every prefix, with preemption between."""
+    check_against_no_drafts(name, seed, {})
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("num_units", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mamba", "full_mamba", "window_mamba"])
+def test_states_of_answers_are_those_of_a_manager_that_never_drafted(name: str, num_units: int, seed: int) -> None:
+    check_against_no_drafts(name, seed, interval_options(name, num_units))
+
+
+def check_against_no_drafts(name: str, seed: int, options: dict[str, int]) -> None:
     rng = np.random.default_rng(seed)
     texts = random_texts(rng, 4)
-    drafted, plain = make(name, MOST_DRAFTS, 400, texts), make(name, 0, 400, texts)
+    drafted, plain = (make(name, drafts, 400, texts, **options) for drafts in (MOST_DRAFTS, 0))
     lengths = rng.integers(1, 9, len(texts)).tolist()
     for request, length in zip(texts, lengths, strict=True):
         assert drafted.admit(request, length) == plain.admit(request, length)
@@ -221,12 +239,22 @@ def test_caches_what_a_manager_caches_that_never_drafted(name: str, seed: int) -
 @pytest.mark.parametrize("name", NAMES + RECURRENT)
 def test_every_pool_size_ends_all_requests_or_refuses_them(name: str, caching: bool) -> None:
     """Under preemption every token reads what it should, and no block is left held."""
+    check_every_pool_size(name, {"enable_caching": caching})
+
+
+@pytest.mark.parametrize("num_units", [1, 2])
+@pytest.mark.parametrize("name", ["mamba", "full_mamba", "window_mamba"])
+def test_every_pool_size_with_states_of_answers(name: str, num_units: int) -> None:
+    check_every_pool_size(name, {"enable_caching": True, **interval_options(name, num_units)})
+
+
+def check_every_pool_size(name: str, options: dict[str, Any]) -> None:
     num_finished = []
     sinks = 2 * (name == "sink")
-    for num_blocks in (*range(2 + sinks, 18), 22, 27, 34) if caching else (2 + sinks, 7, 12, 20, 34):
+    for num_blocks in (*range(2 + sinks, 18), 22, 27, 34) if options["enable_caching"] else (2 + sinks, 7, 12, 20, 34):
         rng = np.random.default_rng(num_blocks)
         texts = random_texts(rng, 3)
-        decoding = make(name, MOST_DRAFTS, num_blocks, texts, enable_caching=caching)
+        decoding = make(name, MOST_DRAFTS, num_blocks, texts, **options)
         free = decoding.manager.block_pool.num_free_blocks
         waiting, running, finished = list(texts), [], 0
         while waiting or running:
