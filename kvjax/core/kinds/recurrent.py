@@ -251,7 +251,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         return changed, at, tables[:, changed, at]
 
     def _take_back_each(self, rows: np.ndarray, columns: np.ndarray, sources: np.ndarray) -> Entries:
-        """Row by row: the block at its source comes to its column, the others stand where later tokens look for them."""
+        """Row by row: the block at its source comes to its column, the others go where later tokens look for them."""
         entries = []
         for row, column, source in zip(rows.tolist(), columns.tolist(), sources.tolist(), strict=True):
             end = self.num_blocks.item(row)
