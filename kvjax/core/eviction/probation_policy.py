@@ -202,7 +202,7 @@ class ProbationPolicy(RankedPolicy):
     def gain(self, ids: np.ndarray) -> None:
         """To the tail of the blank ones."""
         self.let_age()
-        self.ranks[ids] = 0
+        self._rank(ids, LASTING)
         self._num_free += ids.size
         self._blank.append_distinct(ids)
 

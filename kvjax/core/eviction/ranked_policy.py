@@ -4,9 +4,10 @@ Flow:    EvictionPolicy.release -> [RankedPolicy.ranks] -> SlabMemory: which poo
 
     rank 0                         blank: nothing is lost
     from `PROBATION` to `LASTING`  on probation, by the time of release
-    from `LASTING` on              worth keeping, by the time of release
+    from `LASTING` on              worth keeping, by the time of release; or blank, by the time when the pool got it
 
 The clock is the pools' own: it counts ranks that were given. Of what is released at once the first is the lowest.
+Were blocks that a pool was just given to count as old, two pools that grow would take them from each other in turns.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ class RankedPolicy(EvictionPolicy):
 
     @abc.abstractmethod
     def make_blank(self, ids: np.ndarray) -> None:
-        """Hashed free blocks, about to lose their hashes, join the blank ones; none is young then."""
+        """Hashed free blocks, about to lose their hashes, do as in `gain`."""
 
     @abc.abstractmethod
     def gain(self, ids: np.ndarray) -> None:
-        """Blank blocks that other pools had come last of the blank ones; none is young then."""
+        """Blank blocks that others had come last of the blank ones, and rank as released now; none is young then."""
 
     @abc.abstractmethod
     def lose(self, ids: np.ndarray) -> None:

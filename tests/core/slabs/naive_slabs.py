@@ -44,7 +44,7 @@ class NaiveSlabs:
         self.ahead = ahead
         self.owner: dict[int, int] = {}  # slab -> pool; free ones are not in it
         self.free_slabs = list(range(num_slabs - 1, 0, -1))
-        self.ranks: dict[Block, int] = {}  # of cached free blocks
+        self.ranks: dict[Block, int] = {}  # of free blocks that are cached, or blank for what their pool needs next
         self.now = 0
 
     # What callers do.
@@ -84,6 +84,7 @@ class NaiveSlabs:
             pool.young.add(block)
             if block not in hashed:
                 pool.blank.append(block)
+                self.ranks.pop((p, block), None)
         self.rank(p, [block for block in blocks if block in hashed])
 
     def touch(self, p: int, blocks: list[int]) -> None:
@@ -132,6 +133,7 @@ class NaiveSlabs:
         for block in found:
             pool.cached.remove(block)
             pool.blank.append(block)
+            del self.ranks[p, block]
 
     def rank(self, p: int, blocks: list[int]) -> None:
         """Puts blocks among the cached free ones."""
@@ -140,6 +142,12 @@ class NaiveSlabs:
             self.ranks[p, block] = self.now + LASTING * (block not in pool.on_probation)
             self.now += 1
         pool.cached = sorted([*pool.cached, *blocks], key=lambda block: self.ranks[p, block])
+
+    def rank_blank(self, p: int, blocks: list[int]) -> None:
+        """Blank blocks count as used now."""
+        for block in blocks:
+            self.ranks[p, block] = self.now + LASTING
+            self.now += 1
 
     # What it decides.
 
@@ -171,6 +179,7 @@ class NaiveSlabs:
             older = [block for block in own if self.ranks[p, block] < rank]
             if older:
                 self.forget(p, older)
+                self.rank_blank(p, older)
                 missing -= len(older)
                 num_evicted += len(older)
             elif others:
@@ -187,14 +196,14 @@ class NaiveSlabs:
         return [s for s, owner in self.owner.items() if owner == p and pool.free.issuperset(pool.blocks_of(s))]
 
     def rank_of(self, p: int, slab: int) -> int:
-        """Of the youngest block; blank ones are older than all."""
-        pool = self.pools[p]
-        return max(self.ranks[p, b] if b in pool.cached else -1 for b in pool.blocks_of(slab))
+        """Of the youngest block; blank ones without a rank are older than all."""
+        return max(self.ranks.get((p, block), -1) for block in self.pools[p].blocks_of(slab))
 
     def give(self, p: int, slab: int) -> None:
         self.owner[slab] = p
         self.pools[p].young.clear()
         self.pools[p].blank += self.pools[p].blocks_of(slab)
+        self.rank_blank(p, self.pools[p].blocks_of(slab))
 
     def take_away(self, p: int, slab: int) -> None:
         blocks = self.pools[p].blocks_of(slab)

@@ -257,3 +257,23 @@ def test_slabs_of_another_pool_are_found_to_the_last() -> None:
     for _ in range(39):
         world.pools[1].get_new_blocks(1)
     assert world.memory.snapshot() == (slab_memory.NULL, *[1] * 39)
+
+
+def test_pools_that_grow_do_not_take_from_each_other_what_they_made_ready() -> None:
+    """What goes is what is cached longest, and no pool loses what it just got."""
+    world = World(6_000, [32, 1], seed=0)
+    pages, states = world.pools
+    ids = states.get_new_blocks(5_999)
+    world.register(1, ids.tolist())
+    states.free_held(ids)
+    num_steps, num_slabs = 40, 2
+    for _ in range(num_steps):
+        pages.get_new_blocks(32 * num_slabs)
+        world.memory.pools[0].note_growth(32 * num_slabs)
+        used = states.get_new_blocks(40)
+        world.memory.pools[1].note_growth(40)
+        world.register(1, used.tolist())
+        states.free_held(used)
+        world.step(0)
+    ahead = slab_memory.STEPS_AHEAD * (num_slabs + num_slabs // 2)
+    assert world.memory.num_moved <= num_steps * num_slabs + ahead
