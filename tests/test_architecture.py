@@ -216,6 +216,7 @@ OPS_BELOW = {
         "ragged_paged_attention.reference",
     ),
     "ragged_paged_attention": ("kv_write",),
+    "ring_delta_rule": tuple(f"gated_delta_rule.{name}" for name in ("arguments", "reference", "validate")),
     "sparse_mla_attention": ("latent_write",),
     "ssm_update": ("page_ops.tpu_states",),
 }

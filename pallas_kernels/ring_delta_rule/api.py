@@ -1,0 +1,101 @@
+"""The recurrence of a gated delta net from states that are written once in a while, not in every step.
+
+Flow:    inputs of the new tokens, states and rings to read -> [ring_delta_rule] -> outputs, entries and states written
+Source:  Gated DeltaNet (arXiv 2412.06464, section 3), Kimi Linear (arXiv 2510.26692, section 3)
+
+A page holds the state after a *base* of tokens, and a ring of R slots with what each later token adds to it: its key,
+its delta and its decay (`DeltaRing`). `pallas_kernels.ring_step` says what a step does with them. With R slots a
+decoding sequence writes its state every R steps. It may go on from any token of the ring: a rejected draft only makes
+`num_held` smaller.
+
+A slot is the first axis of a page, so that an entry is whole rows of lanes, in one piece, and so are the entries held:
+`keys` [pages, R, G, K], `deltas` [pages, R, H, V], `decays` [pages, R, H] or [pages, R, H, K].
+
+Axis names: T new tokens (padded), S sequences (padded), R slots of a ring, G key heads, H value heads, K numbers of a
+key, V numbers of a value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
+from pallas_kernels.ring_checks import check_ring_step
+from pallas_kernels.ring_delta_rule import reference, validate, xla_rule
+from pallas_kernels.ring_delta_rule.arguments import DeltaRing, Inputs
+from pallas_kernels.ring_step import RingArrays
+from pallas_kernels.slab_pages import name_in_slabs
+
+
+class RingDeltaOutput(NamedTuple):
+    """Outputs of the new tokens, 0 for padding, in the dtype of `v`; states and ring, those of the step written."""
+
+    out: jax.Array
+    states: jax.Array
+    ring: DeltaRing
+
+
+_RULES = {"reference": reference, "xla": xla_rule}
+
+
+@by_default_rules
+def ring_delta_rule(
+    q: jax.Array,  # [T, G, K]
+    k: jax.Array,  # [T, G, K]
+    v: jax.Array,  # [T, H, V]
+    g: jax.Array,  # [T, H] logarithm of the decay; Kimi Delta Attention: [T, H, K]
+    beta: jax.Array,  # [T, H] how much of the difference is written, after the sigmoid
+    states: jax.Array,  # [pages, H, K, V]
+    ring: DeltaRing,
+    query_start_loc: jax.Array,  # int32[S + 1] first new token of each sequence; last: number of real tokens
+    distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
+    state_read: jax.Array,  # int32[S] page to go on from; 0, the null page, which is all zero: from nothing
+    state_write: jax.Array,  # int32[S] page that gets the new tokens' entries and a written state; page 0 never does
+    num_held: jax.Array,  # int32[S] tokens in the ring of the page that is read; 0 where that is page 0
+    writes_state: jax.Array,  # bool[S] whether the state after them is written, and the ring starts anew
+    *,
+    max_new_tokens: int,  # at most R
+    scale: float | None = None,  # None: K ** -0.5
+    use_qk_l2norm: bool = False,
+    backend: str = "auto",
+) -> RingDeltaOutput:
+    """The outputs of `gated_delta_rule`; in a ring, what its tokens add. Of a sequence with c held, n new tokens:
+
+        `S`                  state of page `state_read`, moved on by slots 0 to c - 1 of its ring
+        `writes_state`       S goes to page `state_write`, whose first free slot f is then 0; also where n = 0
+        not `writes_state`   both pages are one, c + n <= R, f = c
+        `n <= max_new_tokens`  outputs from S; slots f to f + n - 1 of page `state_write` get the tokens' entries
+        `n > max_new_tokens`   outputs are 0 and no slot is written: the caller runs `gated_delta_rule` from S
+
+    With `D[j]` what decay leaves of token j at token t, `B` the base state and `D` what is left of that:
+
+        `delta[t] = beta[t] * (v[t] - (D k[t])^T B - sum_{j < t} (k[t] . D[j] k[j]) delta[j])`
+        `out[t] = scale * ((D q[t])^T B + sum_{j <= t} (q[t] . D[j] k[j]) delta[j])`
+
+    over the held tokens and the new ones: no state is updated for an output. `use_qk_l2norm` divides q and k by their
+    lengths, as there. All is computed in float32, from the dtypes of states and ring and back to them; entries in
+    bfloat16 are rounded for later steps, not for this one.
+
+    A page that one sequence writes is read by no other. No other page changes; in a page that is written, slots behind
+    the new ones may hold anything afterwards, and are never read. Callers donate states and ring: they are written in
+    place.
+
+    TPU and GPU have no kernel of this op; "auto" takes the vectorised path, as it does on CPU.
+
+    Raises:
+        ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
+    """
+    num_slots = validate.check_inputs(Inputs(q, k, v, g, beta), states, ring)
+    options = validate.check_options(q.shape[2], scale, use_qk_l2norm, max_new_tokens)
+    name, path = name_in_slabs(validate.OP, states), xla_rule.path_over(states, ring, state_read.shape[0])
+    chosen = resolve_backend(name, backend, xla=path)
+    if backend == "auto" and chosen == "reference":
+        chosen = "xla"
+    step = RingArrays(query_start_loc, distribution, state_read, state_write, num_held, writes_state)
+    check_ring_step(validate.OP, v.shape[0], states.shape[0], num_slots, max_new_tokens, step)
+    out, states, ring = _RULES[chosen].ring_delta_rule(Inputs(q, k, v, g, beta), states, ring, step, options=options)
+    return RingDeltaOutput(out, states, ring)

@@ -1,0 +1,180 @@
+"""ring_delta_rule in plain XLA, vectorised over sequences: what runs on a CPU, and where there is no kernel.
+
+Flow:    api -> [ring_delta_rule] -> outputs and deltas of the new tokens; states of the sequences that write one;
+         entries into the rings -> (out, states, ring)
+
+The outputs come from base states and rings as they are; only then states are written, and after these the rings. A
+trip of either loop takes as many sequences as have states of `_TRIP_BYTES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backends import XlaPath
+from pallas_kernels.gated_delta_rule.reference import by_head, inverse_length, prepared
+from pallas_kernels.layouts import cdiv
+from pallas_kernels.ring_delta_rule.arguments import DeltaRing, Inputs, Options
+from pallas_kernels.ring_step import RingArrays, RingStep, held_entries, with_entries
+from pallas_kernels.state_step import with_states
+from pallas_kernels.varying import vary_like
+
+_TRIP_BYTES = 32 << 20
+
+_product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def path_over(states: jax.Array, ring: DeltaRing, num_seqs: int) -> XlaPath:
+    """What a call costs: states and rings are read, converted and read again."""
+    num_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in (states, *ring))
+    return XlaPath(3, num_seqs * num_bytes, "the states and rings of its sequences")
+
+
+@functools.partial(jax.jit, static_argnames=("options", "trip_bytes"))
+def ring_delta_rule(
+    inputs: Inputs,
+    states: jax.Array,
+    ring: DeltaRing,
+    arrays: RingArrays,
+    *,
+    options: Options,
+    trip_bytes: int = _TRIP_BYTES,
+) -> tuple[jax.Array, jax.Array, DeltaRing]:
+    """(out, states, ring) as `RingDeltaOutput`."""
+    step = RingStep.of(inputs.v.shape[0], arrays, options.max_new_tokens)
+    num_seqs = step.read.shape[0]
+    size = min(num_seqs, max(1, trip_bytes // (4 * math.prod(states.shape[1:]))))
+    with jax.named_scope("outputs"):
+        out, deltas = _outputs(inputs, states, ring, step, options, size)
+    with jax.named_scope("states"):
+        states = _written(states, ring, step, options, size)
+    with jax.named_scope("entries"):
+        entries = DeltaRing(inputs.k, deltas, inputs.g)
+        ring = DeltaRing(*(with_entries(x, step, y) for x, y in zip(ring, entries, strict=True)))
+    return out.astype(inputs.v.dtype), states, ring
+
+
+def num_trips(states_shape: tuple[int, ...], num_seqs: int, num_writing: int) -> dict[str, int]:
+    """Runs of the loops over sequences with outputs, and over those that write a state."""
+    size = min(num_seqs, max(1, _TRIP_BYTES // (4 * math.prod(states_shape[1:]))))
+    return {"outputs": cdiv(num_seqs, size), "states": cdiv(num_writing, size)}
+
+
+class _Held(NamedTuple):
+    """The tokens held by n sequences, float32, by value head; what has no token is 0."""
+
+    keys: jax.Array  # [n, R, H, K] normed
+    deltas: jax.Array  # [n, R, H, V]
+    kept: jax.Array  # [n, R, H, 1 or K] what decay leaves of each after the last
+    base: jax.Array  # [n, H, 1 or K] and of the base state
+
+    @classmethod
+    def of(cls, ring: DeltaRing, page: jax.Array, count: jax.Array, options: Options) -> _Held:
+        """Of pages int32[n], so many tokens each."""
+        keys, deltas, decays = (held_entries(array, page, count) for array in ring)
+        if options.rule.use_qk_l2norm:
+            keys = keys * inverse_length(keys)[..., None]
+        keys = jnp.repeat(keys, deltas.shape[2] // keys.shape[2], axis=2)
+        decays = decays if decays.ndim == 4 else decays[..., None]
+        sums = lax.cumsum(decays, axis=1, reverse=True)
+        later = jnp.pad(sums[:, 1:], [(0, 0), (0, 1), (0, 0), (0, 0)])
+        return cls(keys, deltas, jnp.exp(later), jnp.exp(sums[:, 0]))
+
+    def moved_on(self, states: jax.Array) -> jax.Array:
+        """float32[n, H, K, V] base states after the tokens."""
+        return self.base[..., None] * states + _product("nrhk,nrhv->nhkv", self.kept * self.keys, self.deltas)
+
+
+def _outputs(
+    inputs: Inputs, states: jax.Array, ring: DeltaRing, step: RingStep, options: Options, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs, deltas) float32[T, H, V] of the new tokens, 0 elsewhere."""
+    num_tokens, num_seqs, most = inputs.v.shape[0], step.read.shape[0], options.max_new_tokens
+    count, order = _those(step.num_new > 0, size)
+
+    def trip(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        seq = lax.dynamic_slice_in_dim(order, i * size, size)
+        is_real = seq < num_seqs
+        seq = jnp.minimum(seq, num_seqs - 1)
+        num_new = jnp.where(is_real, step.num_new[seq], 0)
+        page = jnp.where(is_real, step.read[seq], 0)
+        held = _Held.of(ring, page, jnp.where(is_real, step.held[seq], 0), options)
+        base = states[page].astype(jnp.float32)
+        window = _Window.of(held, most)
+
+        def token(t: jax.Array, carry: tuple[_Window, jax.Array, jax.Array]) -> tuple[_Window, jax.Array, jax.Array]:
+            window, *results = carry
+            at = jnp.where(t < num_new, step.starts[seq] + t, num_tokens)
+            new = Inputs(*(x.at[at].get(mode="fill", fill_value=0) for x in inputs))
+            window, *found = window.after(by_head(prepared(new, options.rule)), base, ring.keys.shape[1] + t)
+            out, deltas = (x.at[at].set(y, mode="drop") for x, y in zip(results, found, strict=True))
+            return window, out, deltas
+
+        return lax.fori_loop(0, jnp.max(num_new), token, (window, *carry))[1:]
+
+    nothing = jnp.zeros(inputs.v.shape, jnp.float32)
+    carry = vary_like((nothing, nothing), *inputs, states, *ring, *step)
+    return lax.fori_loop(0, -(-count // size), trip, carry)
+
+
+class _Window(NamedTuple):
+    """Held and new tokens of n sequences, W = R + `max_new_tokens`; 0 where there is no token yet."""
+
+    keys: jax.Array  # [n, W, H, K]
+    deltas: jax.Array  # [n, W, H, V]
+    kept: jax.Array  # [n, W, H, 1 or K]
+    base: jax.Array  # [n, H, 1 or K]
+
+    @classmethod
+    def of(cls, held: _Held, most: int) -> _Window:
+        """With room for so many new tokens."""
+        room = [(0, 0), (0, most), (0, 0), (0, 0)]
+        return cls(jnp.pad(held.keys, room), jnp.pad(held.deltas, room), jnp.pad(held.kept, room), held.base)
+
+    def after(self, new: Inputs, states: jax.Array, slot: jax.Array) -> tuple[_Window, jax.Array, jax.Array]:
+        """(the window after a token more of each, which goes into `slot`; its outputs, its deltas [n, H, V])."""
+        q, k, v, g, beta = new
+        decay = jnp.exp(g)
+        base, kept = self.base * decay, (self.kept * decay[:, None]).at[:, slot].set(1)
+        keys = self.keys.at[:, slot].set(k)
+        decayed = kept * keys
+
+        def seen(x: jax.Array, deltas: jax.Array) -> jax.Array:
+            """[n, H, V] of x [n, H, K]."""
+            weights = jnp.sum(x[:, None] * decayed, axis=-1)
+            own = jnp.sum(states * (base * x)[..., None], axis=2)
+            return own + jnp.sum(weights[..., None] * deltas, axis=1)
+
+        delta = beta[..., None] * (v - seen(k, self.deltas))
+        deltas = self.deltas.at[:, slot].set(delta)
+        return _Window(keys, deltas, kept, base), seen(q, deltas), delta
+
+
+def _written(states: jax.Array, ring: DeltaRing, step: RingStep, options: Options, size: int) -> jax.Array:
+    """The states with those of the sequences that write one."""
+    num_seqs = step.read.shape[0]
+    count, order = _those(step.state_page > 0, size)
+
+    def trip(i: jax.Array, states: jax.Array) -> jax.Array:
+        seq = lax.dynamic_slice_in_dim(order, i * size, size)
+        is_real = seq < num_seqs
+        seq = jnp.minimum(seq, num_seqs - 1)
+        page = jnp.where(is_real, step.read[seq], 0)
+        held = _Held.of(ring, page, jnp.where(is_real, step.held[seq], 0), options)
+        after = lax.optimization_barrier(held.moved_on(states[page].astype(jnp.float32)))
+        return with_states(states, jnp.where(is_real, step.state_page[seq], 0), after)
+
+    return lax.fori_loop(0, -(-count // size), trip, vary_like(states, *ring, *step))
+
+
+def _those(sequences: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """(how many of the sequences bool[S]; int32[multiple of `size`] which ones, then S)."""
+    num_seqs = sequences.shape[0]
+    (order,) = jnp.nonzero(sequences, size=cdiv(num_seqs, size) * size, fill_value=num_seqs)
+    return jnp.sum(sequences), order
