@@ -349,6 +349,14 @@ def page_arrays(pages: Any) -> tuple[jax.Array, ...]:
     return cast(tuple[jax.Array, ...], pages if isinstance(pages, SlabColumn) else tuple(pages))
 
 
+def in_one_column(arrays: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """Arrays of a layer's pages as the ops keep them: a `SlabColumn` where all lie in one memory, else the tuple."""
+    slabs = [array for array in arrays if isinstance(array, SlabArray)]
+    if len(slabs) < len(arrays) or any(array.memory is not slabs[0].memory for array in slabs):
+        return tuple(arrays)
+    return page_arrays(SlabColumn(slabs[0].memory, tuple(array.place for array in slabs)))
+
+
 def replaced(pages: Any, i: int, array: Any) -> tuple[jax.Array, ...]:
     """The pages once array `i` of them was written."""
     return page_arrays(pages.after(array) if isinstance(pages, SlabColumn) else (*pages[:i], array, *pages[i + 1 :]))
@@ -368,6 +376,7 @@ __all__ = [
     "PlaceInSlab",
     "SlabArray",
     "SlabColumn",
+    "in_one_column",
     "is_in_slabs",
     "name_in_slabs",
     "numbers_of",

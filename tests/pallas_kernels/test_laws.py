@@ -67,7 +67,8 @@ def test_donated_pages_are_written_in_place(op: str, platform: str) -> None:
     for i, array in enumerate(pages):
         assert f": ({i}, {{}}, may-alias)" in text.splitlines()[0]
         assert not re.findall(rf"= \S+\[{array.shape[0]},\S* (?:copy|convert|transpose)\(", text)
-        assert compiled.memory_analysis().temp_size_in_bytes < array.size * array.dtype.itemsize // 4
+    largest = max(array.size * array.dtype.itemsize for array in pages)
+    assert compiled.memory_analysis().temp_size_in_bytes < largest // 4
 
 
 @every_op
