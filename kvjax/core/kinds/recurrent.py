@@ -4,7 +4,8 @@ Flow:    RecurrentSpec -> [RecurrentManager] -> SingleTypeKVCacheManager
 Source:  vLLM v1/core/single_type_kv_cache_manager.py (MambaManager)
 
 Mode `align` keeps table columns of `block_size` tokens. The state after n tokens is in column (n - 1) // block_size, so
-a block that filled holds the state at its end and can be a prefix hit. With s speculative blocks a row looks like
+a block that filled holds the state at its end and can be a prefix hit. Where an answer passes over that column, the
+state is in the next one that has a block. With s speculative blocks a row looks like
 
     | null ... null | state | null ... null | running | speculative 1 ... s |
                       read                    written                        num_blocks
@@ -169,9 +170,9 @@ class RecurrentManager(SingleTypeKVCacheManager):
         self.first_live[new_rows] = cdiv(num_tokens, self.block_size) - 1
 
     def _state_column(self, row: int, num_tokens: int) -> int:
-        """The column of the state after `num_tokens` tokens; the running one where that has no block."""
-        column = max(num_tokens - 1, 0) // self.block_size
-        return column if self.block_tables[0, row, column] else self.num_blocks.item(row) - self.num_tail_columns
+        """The column of the state after `num_tokens` tokens: its own or, without a block, the next with one."""
+        column, end = max(num_tokens - 1, 0) // self.block_size, self.num_blocks.item(row)
+        return column + int((self.block_tables[0, row, column:end] != 0).argmax())
 
     def _columns_for(self, row: int, num_slots: int) -> int:
         return self.end_column(row, num_slots) + self._num_speculative

@@ -116,12 +116,22 @@ class RecurrentSpec(KVCacheSpec):
         rows: np.ndarray,  # int64[S]
         num_tokens: np.ndarray,  # int64[S]
     ) -> np.ndarray:  # int32[S]
-        """The page of each row's state after `num_tokens` tokens; the running one where its column has no block."""
-        running = table[rows, num_blocks[rows] - 1 - self.num_speculative_blocks]
+        """The page of each row's state after `num_tokens` tokens: in its column or, without a block, the next with one.
+
+        Of rows without tokens it is the null page where their first column has no block.
+        """
         if self.mamba_cache_mode == "none":
-            return running
-        pages = table[rows, np.maximum(num_tokens - 1, 0) // self.block_size]
-        return np.where(pages == 0, running, pages)
+            return table[rows, num_blocks[rows] - 1 - self.num_speculative_blocks]
+        columns = np.maximum(num_tokens - 1, 0) // self.block_size
+        pages = table[rows, columns]
+        passed = ((pages == 0) & (num_tokens > 0)).nonzero()[0]
+        rows, columns = rows[passed], columns[passed]
+        while passed.size:
+            columns += 1
+            pages[passed] = found = table[rows, columns]
+            is_null = found == 0
+            passed, rows, columns = passed[is_null], rows[is_null], columns[is_null]
+        return pages
 
     @property
     def num_drafts(self) -> int:

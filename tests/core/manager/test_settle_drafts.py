@@ -56,6 +56,7 @@ def specs_of(name: str, drafts: int) -> list[KVCacheSpec]:
             SlidingWindowMLASpec(block_size=4, sliding_window=8, **LATENT),
         ],
         "mamba": [state(drafts)],
+        "small_mamba": [full, state(drafts, 2)],
         "full_mamba": [full, state(drafts), state(drafts, 8)],
         "window_mamba": [window, state(drafts, 6)],
         "mamba_none": [full, state(drafts, mode="none")],
@@ -166,7 +167,7 @@ def make(name: str, drafts: int, num_blocks: int, texts: dict[str, list[int]], *
 
 def interval_options(name: str, num_units: int) -> dict[str, int]:
     """A recurrent state of an answer is kept every so many units, so that drafts cross lengths of kept states."""
-    unit = {"mamba": 4, "full_mamba": 8, "window_mamba": 6}[name]
+    unit = {"mamba": 4, "small_mamba": 4, "full_mamba": 8, "window_mamba": 6}[name]
     return {"retention_interval": num_units * unit}
 
 
@@ -243,8 +244,9 @@ def test_every_pool_size_ends_all_requests_or_refuses_them(name: str, caching: b
 
 
 @pytest.mark.parametrize("num_units", [1, 2])
-@pytest.mark.parametrize("name", ["mamba", "full_mamba", "window_mamba"])
+@pytest.mark.parametrize("name", ["mamba", "small_mamba", "full_mamba", "window_mamba"])
 def test_every_pool_size_with_states_of_answers(name: str, num_units: int) -> None:
+    """Also where a step crosses more than a block, so that the state before it is in a column behind its own."""
     check_every_pool_size(name, {"enable_caching": True, **interval_options(name, num_units)})
 
 
