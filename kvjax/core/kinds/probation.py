@@ -30,7 +30,7 @@ class KeptRows(Protocol):
 
 def put_on_probation(pool: BlockPool, block_ids: np.ndarray) -> None:
     """Tells the policy of int32[...] registered blocks, null ones passed over."""
-    ids = without_null(block_ids.ravel().astype(np.int64))
+    ids = without_null(block_ids.ravel())
     pool.eviction_policy.note_probation(ids)
     if pool.tier_link is not None:
         pool.tier_link.on_probation[ids] = True

@@ -177,35 +177,34 @@ class RecurrentManager(SingleTypeKVCacheManager):
     def _columns_for(self, row: int, num_slots: int) -> int:
         return self.end_column(row, num_slots) + self._num_speculative
 
-    def _next_fulls(self, rows: np.ndarray, num_cached: np.ndarray) -> np.ndarray:  # int64[n]
-        if self.answer_states is not None:
-            return self.answer_states.next_fulls(rows, num_cached)
-        return (num_cached + 1) * self.block_size
-
-    def _end_columns(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:  # int64[n]
-        if self.answer_states is not None:
-            return self.answer_states.end_columns(rows, num_tokens)
-        return (num_tokens + (self.block_size - 1)) // self.block_size
-
     # Many rows.
 
     def plan_rows(
         self, rows: np.ndarray, settled_tokens: np.ndarray, num_slots: np.ndarray, num_cacheable: np.ndarray
     ) -> RowChanges:
         """What one step of int64[n] rows changes: at most one new block, in the last column."""
-        size, speculative = self.block_size, self._num_speculative
+        size, speculative, columns = self.block_size, self._num_speculative, self.answer_columns
         held, cached, before = self.num_blocks[rows], self.num_cached_blocks[rows], self.first_live[rows]
-        required, full = self._end_columns(rows, num_slots) + speculative, self.full_columns(rows, num_cacheable)
+        if columns is None:
+            required, full = (num_slots + (size - 1)) // size, num_cacheable // size
+        else:
+            longest = columns.longest_of(rows)
+            required, full = columns.end(longest, num_slots), columns.full(longest, num_cacheable)
+        if speculative:
+            required += speculative
         num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
         first = np.minimum(self.get_num_skipped_tokens(settled_tokens) // size, held - self.num_tail_columns)
         first = np.maximum(first, before)
         idle_until = np.minimum((num_blocks - speculative) * size, self.tokens_until_release(first))
         idle_until = np.minimum(idle_until, self.settings.max_model_len)
         if self.enable_caching:
-            idle_until = np.minimum(idle_until, self._next_fulls(rows, num_cached_blocks) - 1)
+            next_full = num_cached_blocks * size + size
+            if columns is not None:
+                next_full = columns.next_full(longest, num_cached_blocks)
+            idle_until = np.minimum(idle_until, next_full - 1)
         return RowChanges(
             skipped=Runs.between(rows, before, first),
-            needed=Runs.between(rows, np.maximum(required - 1, held), required),
+            needed=Runs.last(rows, held, required),
             filled=Runs.between(rows, cached, full),
             num_blocks=num_blocks,
             num_cached_blocks=num_cached_blocks,
@@ -234,7 +233,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
 
         Columns that a step passed over do not stay between the state and the next running one: blocks behind move up.
         """
-        columns = self._end_columns(rows, num_kept) - 1
+        columns = self.end_column(rows, num_kept) - 1
         running = self.num_blocks[rows] - self.num_tail_columns
         sources = running + num_tokens - num_kept
         has_block = self.block_tables[0, rows, columns] != 0

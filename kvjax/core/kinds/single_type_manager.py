@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
+from kvjax.core.kinds.answer_columns import AnswerColumns
 from kvjax.core.kinds.answer_states import AnswerStates
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns
 from kvjax.core.kinds.common_prefix import count_common_blocks
@@ -115,7 +116,9 @@ class SingleTypeKVCacheManager(abc.ABC):
         if settings.options.sub_block_hits and self.supports_sub_block_hits:
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
         self.checkpoints: CheckpointColumns | None = None  # None: every block is registered
-        self.answer_states: AnswerStates | None = None  # of states that are kept at checkpoints
+        # of states that are kept at checkpoints
+        self.answer_columns: AnswerColumns | None = None
+        self.answer_states: AnswerStates | None = None
         self.computed_blocks: ComputedBlocks | None = None  # is told of all, where someone asks why lookups miss
         # int32[G, k] held for good outside the tables
         self.reserved_block_ids = take_reserved_blocks(kv_cache_spec, block_pool, group_ids, self.block_size)
@@ -312,11 +315,11 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.checkpoints is not None:
             for first, end in self.checkpoints.stretches_on_probation(row, cached, full):
                 put_on_probation(self.block_pool, blocks[:, first - cached : end - cached])
-        if self.answer_states is not None:
+        if self.answer_states is not None and blocks[0, -1]:
             last_hash = np.fromiter(block_hashes[full - 1 : full], np.object_, 1)
-            self.answer_states.add(np.array([row]), np.array([full - 1]), blocks[:, -1:], last_hash)
+            self.answer_states.add(np.array([row]), np.array([full - 1]), blocks[:, -1:].copy(), last_hash)
         if not self.same_step_hits:
-            self._note_registered(blocks)
+            self.fresh_blocks.add(blocks[blocks != 0])
         if self.computed_blocks is not None:
             self.computed_blocks.add(block_hashes[cached:full])
         if self.block_pool.origins is not None:
@@ -332,9 +335,11 @@ class SingleTypeKVCacheManager(abc.ABC):
             return ids
         return ids * self.checkpoints.find_kept(np.array([row]), np.arange(start, end))
 
-    def _note_registered(self, block_ids: np.ndarray) -> None:
-        """Remembers int32[...] blocks as not to be hit in this step."""
-        self.fresh_blocks.add(block_ids[block_ids != 0])
+    def _register_real(self, ids: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
+        if self.forgets and np.count_nonzero(ids) < ids.size:
+            real = np.flatnonzero(ids[0])
+            ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
+        self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
 
     def free(self, row: int) -> None:
         """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
@@ -394,30 +399,24 @@ class SingleTypeKVCacheManager(abc.ABC):
             idle = min(idle, self.next_full(row) - 1)
         return idle
 
-    def end_column(self, row: int, num_tokens: int) -> int:
+    def end_column(self, row: IntOrArray, num_tokens: IntOrArray) -> IntOrArray:
         """How many columns end where that of the last of so many tokens does."""
-        if self.answer_states is not None:
-            return self.answer_states.end_column(row, num_tokens)
-        return cdiv(num_tokens, self.block_size)
+        if self.answer_columns is None:
+            return -(-num_tokens // self.block_size)
+        return self.answer_columns.end(self.answer_columns.longest_of(row), num_tokens)
 
-    def full_column(self, row: int, num_tokens: int) -> int:
+    def full_column(self, row: IntOrArray, num_tokens: IntOrArray) -> IntOrArray:
         """How many columns may be registered of a row with so many tokens that have hashes."""
-        if self.answer_states is not None:
-            return self.answer_states.full_column(row, num_tokens)
-        return num_tokens // self.block_size
-
-    def full_columns(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:  # int64[n]
-        """`full_column` of int64[n] rows."""
-        if self.answer_states is not None:
-            return self.answer_states.full_columns(rows, num_tokens)
-        return num_tokens // self.block_size
+        if self.answer_columns is None:
+            return num_tokens // self.block_size
+        return self.answer_columns.full(self.answer_columns.longest_of(row), num_tokens)
 
     def next_full(self, row: int) -> int:
         """The fewest tokens with which another column of the row may be registered."""
         cached = self.num_cached_blocks.item(row)
-        if self.answer_states is not None:
-            return self.answer_states.next_full(row, cached)
-        return (cached + 1) * self.block_size
+        if self.answer_columns is None:
+            return (cached + 1) * self.block_size
+        return self.answer_columns.next_full(self.answer_columns.longest_of(row), cached)
 
     # Many rows.
 
@@ -431,33 +430,27 @@ class SingleTypeKVCacheManager(abc.ABC):
             self._table.discard_behind_n(skipped.rows, starts, skipped.starts + skipped.counts)
         return ids
 
-    def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
-        """Registers the blocks at int64[k] rows and columns under object[k] hashes.
-
-        Null blocks, and those that no checkpoint keeps, are passed over.
-        """
-        if self.computed_blocks is not None:
-            self.computed_blocks.add(block_hashes)
+    def find_registered(self, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those of int64[k] rows and columns whose blocks are registered: neither null nor without a checkpoint."""
         if self.checkpoints is not None and not self.checkpoints.keeps_every_block:
             kept = self.checkpoints.find_kept(rows, columns)
-            rows, columns, block_hashes = rows[kept], columns[kept], block_hashes[kept]
-            if not rows.size:
-                return
+            rows, columns = rows[kept], columns[kept]
+        if not self.forgets:
+            return rows, columns
+        real = self._table.entries[0, rows, columns].nonzero()[0]
+        return (rows, columns) if real.size == rows.size else (rows[real], columns[real])
+
+    def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
+        """Registers the blocks at int64[k] rows and columns, `find_registered`, under object[k] hashes."""
         ids = self._table.entries[:, rows, columns]
-        self._register_real(ids, columns, block_hashes)
+        self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
         if self.checkpoints is not None and self.checkpoints.has_probation:
             own = self.checkpoints.find_own(rows, columns)
             put_on_probation(self.block_pool, ids if own is None else ids[:, ~own])
         if self.answer_states is not None:
             self.answer_states.add(rows, columns, ids, block_hashes)
         if not self.same_step_hits:
-            self._note_registered(ids)
-
-    def _register_real(self, ids: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
-        if self.forgets and np.count_nonzero(ids) < ids.size:
-            real = np.flatnonzero(ids[0])
-            ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
-        self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
+            self.fresh_blocks.add(ids.ravel())
 
     def note_changes(self, rows: np.ndarray, changes: RowChanges) -> None:
         """Makes the counts of int64[n] changed rows what `plan_rows` said."""
@@ -473,13 +466,9 @@ class SingleTypeKVCacheManager(abc.ABC):
         keeps_all = checkpoints.keeps_every_block and not checkpoints.has_probation
         self.checkpoints = None if keeps_all else checkpoints
         if self.holds_states and checkpoints.has_probation and checkpoints.retention is not None:
-            self.answer_states = AnswerStates(
-                self.block_pool,
-                self.num_groups,
-                self.block_size,
-                checkpoints.retention,
-                self.settings.max_model_len,
-            )
+            columns = AnswerColumns.of(checkpoints.retention, self.block_size, self.settings.max_model_len)
+            self.answer_columns = columns
+            self.answer_states = AnswerStates(self.block_pool, self.num_groups, columns)
 
     def hits_need_blocks(self) -> bool:
         """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""

@@ -42,9 +42,13 @@ class StateSteps:
         Raises:
             ValueError: a step leaves a block that it began inside, and does not end there.
         """
+        num_new = after - num_computed
+        most_new = np.maximum.reduce(num_new)
         for size, num_speculative in self._kinds:
+            if most_new <= 1 + num_speculative:
+                continue
             end = -(-num_computed // size) * size
-            bad = (num_computed < end) & (end < after) & (after - num_computed > 1 + num_speculative)
+            bad = (num_computed < end) & (end < after) & (num_new > 1 + num_speculative)
             if bad.any():
                 computed, last, block_end = num_computed[bad][0], after[bad][0], end[bad][0]
                 raise ValueError(

@@ -34,7 +34,7 @@ class BlockRegistrar:
         """Registers what is not yet of the blocks that the first int64[n] tokens of int64[n] rows fill."""
         num_cacheable = self.cacheable_tokens(rows, num_tokens)
         for manager in self._groups.cacheable:
-            cached, full = manager.num_cached_blocks[rows], manager.full_columns(rows, num_cacheable)
+            cached, full = manager.num_cached_blocks[rows], manager.full_column(rows, num_cacheable)
             filled = Runs.between(rows, cached, full)
             if filled.num_columns:
                 self.register(manager, filled, num_cacheable)
@@ -50,6 +50,11 @@ class BlockRegistrar:
                 manager.cache_blocks(request, row, hashes, num_tokens)
             return
         rows, columns = filled.entries()
+        if manager.computed_blocks is not None:
+            manager.computed_blocks.add(self._hashes(manager.block_size, rows, columns))
+        rows, columns = manager.find_registered(rows, columns)
+        if not rows.size:
+            return
         manager.register(rows, columns, self._hashes(manager.block_size, rows, columns))
         if manager.block_pool.origins is not None:
             origins = [request.origin for row in rows.tolist() if (request := self._table.requests[row]) is not None]

@@ -105,7 +105,8 @@ class StepPlanner:
         in_flight = as_counts("num_in_flight_tokens", num_in_flight_tokens, index, least=0)
         if not index.size:
             return StepResult(0, self._no_updates)
-        after = self._table.num_computed_tokens[index] + new
+        computed = self._table.num_computed_tokens[index]
+        after = computed + new
         num_slots = after + lookahead if not isinstance(lookahead, int) or lookahead else after
         active = (num_slots > idle_until).nonzero()[0]
         if not active.size:
@@ -113,12 +114,16 @@ class StepPlanner:
         rows_of_work, after_work = index[active], after[active]
         slots_of_work = after_work if num_slots is after else np.minimum(num_slots[active], self._max_model_len)
         self._check_active(rows_of_work, after_work)
-        if self._groups.state_steps:
-            self._groups.state_steps.check_step_ends(self._table.num_computed_tokens[rows_of_work], after_work)
+        settled = after_work  # nobody looks where nothing is released, reserved or a state
+        if self._groups.releasing or self._reservations is not None or self._groups.state_steps:
+            settled = computed[active]
+            if self._groups.state_steps:
+                self._groups.state_steps.check_step_ends(settled, after_work)
+            if not isinstance(in_flight, int) or in_flight:
+                settled = np.maximum(settled - _at(in_flight, active), 0)
         if self._reservations is not None:
-            settled = np.maximum(self._table.num_computed_tokens[rows_of_work] - _at(in_flight, active), 0)
             self._reservations.check_rows(rows_of_work, slots_of_work, settled)
-        work = self._work(rows_of_work, after_work, slots_of_work, _at(in_flight, active), delay_cache_blocks)
+        work = self._work(rows_of_work, after_work, slots_of_work, settled, delay_cache_blocks)
         num_done, updates = self._plan_work(work)
         return StepResult(index.size if num_done == active.size else int(active[num_done]), updates)
 
@@ -156,12 +161,9 @@ class StepPlanner:
         rows: np.ndarray,
         after: np.ndarray,
         num_slots: np.ndarray,
-        in_flight: np.ndarray | int,
+        settled: np.ndarray,
         delay_cache_blocks: bool,
     ) -> StepWork:
-        settled = after
-        if self._groups.releasing:
-            settled = np.maximum(self._table.num_computed_tokens[rows] - in_flight, 0)
         num_cacheable = np.zeros_like(after) if delay_cache_blocks else self._registrar.cacheable_tokens(rows, after)
         changes = [
             manager.plan_rows(rows, settled, after if manager.holds_states else num_slots, num_cacheable)

@@ -70,7 +70,7 @@ class StepTakeBack:
     def _unwritten(self, manager: SingleTypeKVCacheManager, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64[n] columns of each row that are full of computed tokens, and int64[k] registered blocks behind."""
         written = np.maximum(self._table.num_computed_tokens[rows], self._rows.num_hit_tokens[rows])
-        num_full = manager.full_columns(rows, written)
+        num_full = manager.full_column(rows, written)
         at = Runs.between(rows, num_full, manager.num_cached_blocks[rows]).entries()
         ids = manager.block_tables[:, *at].ravel().astype(np.int64)
         return num_full, manager.block_pool.prefix_index.hashed_of(ids)

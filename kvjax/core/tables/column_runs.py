@@ -33,6 +33,14 @@ class Runs(NamedTuple):
         counts = counts[positions]
         return cls(positions, rows[positions], starts[positions], counts, np.add.reduce(counts).item())
 
+    @classmethod
+    def last(cls, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Runs:
+        """The last of the columns [starts, ends) of each of int64[n] rows, where there are any."""
+        positions = (ends > starts).nonzero()[0]
+        if not positions.size:
+            return NO_RUNS
+        return cls(positions, rows[positions], ends[positions] - 1, np.ones_like(positions), positions.size)
+
     @property
     def is_single(self) -> bool:
         """Whether every run is one column, as in decoding."""

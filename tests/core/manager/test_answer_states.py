@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, FullAttentionSpec, KVCacheConfig, KVCacheManager, MambaSpec, Request
-from kvjax.core.kinds.answer_states import ANSWER_TOKENS, STEPS
+from kvjax.core.kinds.answer_columns import ANSWER_TOKENS
+from kvjax.core.kinds.answer_states import STEPS
 
 SIZE = 4
 MAX_LEN = 410  # no multiple of the unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.core.kinds.answer_states import ANSWER_TOKENS
+from kvjax.core.kinds.answer_columns import ANSWER_TOKENS
 from tests.models.families import (
     ATOL,
     Family,
