@@ -44,7 +44,8 @@ class StepFlow:
 
         A block that is shared need not become free.
         """
-        ids, positions = [_NONE], [_NONE]
+        ids: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
         for tables, changes in self._parts:
             skipped = changes.skipped
             if skipped.num_columns:
@@ -53,6 +54,8 @@ class StepFlow:
                 real = entries != 0
                 ids.append(entries[real])
                 positions.append(np.broadcast_to(skipped.spread(skipped.positions), entries.shape)[real])
+        if not ids:
+            return _NONE, _NONE
         return np.concatenate(ids).astype(np.int64, copy=False), np.concatenate(positions)
 
     def rows_before(self, positions: np.ndarray) -> int:

@@ -59,7 +59,10 @@ class AnswerStates:
         self._lengths[:, row] = 0
 
     def add(self, rows: np.ndarray, columns: np.ndarray, ids: np.ndarray, hashes: np.ndarray) -> None:
-        """Blocks int32[G, n] in int64[n] columns of rows, one row's next to each other, have object[n] hashes now."""
+        """Blocks int32[G, n] in int64[n] columns of rows, one row's next to each other, have object[n] hashes now.
+
+        States up to the row's longest checkpoint stay anyway, so they need not be told.
+        """
         if any_true(self._is_added[rows]):
             self._note_added()
         self._added.append((rows, columns, ids, hashes))

@@ -315,9 +315,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.checkpoints is not None:
             for first, end in self.checkpoints.stretches_on_probation(row, cached, full):
                 put_on_probation(self.block_pool, blocks[:, first - cached : end - cached])
-        if self.answer_states is not None and blocks[0, -1]:
-            last_hash = np.fromiter(block_hashes[full - 1 : full], np.object_, 1)
-            self.answer_states.add(np.array([row]), np.array([full - 1]), blocks[:, -1:].copy(), last_hash)
+        if self.answer_columns is not None and full * self.block_size > self.answer_columns.longest_of(row):
+            self._note_answer(row, full - 1, blocks, block_hashes)
         if not self.same_step_hits:
             self.fresh_blocks.add(blocks[blocks != 0])
         if self.computed_blocks is not None:
@@ -327,6 +326,12 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.num_cached_blocks[row] = full
         if self.sub_blocks is not None:
             self.sub_blocks.add(request, block_hashes, cached, full)
+
+    def _note_answer(self, row: int, column: int, blocks: np.ndarray, block_hashes: Sequence[BlockHash]) -> None:
+        """The last of int32[G, n] registered blocks, in that column, is a state behind the row's checkpoints."""
+        if self.answer_states is not None and blocks[0, -1]:
+            last_hash = np.fromiter(block_hashes[column : column + 1], np.object_, 1)
+            self.answer_states.add(np.array([row]), np.array([column]), blocks[:, -1:].copy(), last_hash)
 
     def _blocks_to_register(self, row: int, start: int, end: int) -> np.ndarray:  # int32[G, end - start]
         """The row's blocks from column `start` on, null where no checkpoint keeps them."""

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.core.tables.ints_or_arrays import IntOrArray
+
 
 class StateBlocks(NamedTuple):
     """What one kind of recurrent layer asks of steps."""
@@ -36,21 +38,21 @@ class StateSteps:
     def __bool__(self) -> bool:
         return bool(self._kinds)
 
-    def check_step_ends(self, num_computed: np.ndarray, after: np.ndarray) -> None:
-        """Checks steps from int64[n] computed tokens to int64[n] tokens after them.
+    def check_step_ends(self, num_computed: IntOrArray, after: IntOrArray) -> None:
+        """Checks a step from computed tokens to those after it, of one row as ints or of many as int64[n].
 
         Raises:
             ValueError: a step leaves a block that it began inside, and does not end there.
         """
         num_new = after - num_computed
-        most_new = np.maximum.reduce(num_new)
+        most_new = num_new if isinstance(num_new, int) else np.maximum.reduce(num_new)
         for size, num_speculative in self._kinds:
             if most_new <= 1 + num_speculative:
                 continue
             end = -(-num_computed // size) * size
             bad = (num_computed < end) & (end < after) & (num_new > 1 + num_speculative)
-            if bad.any():
-                computed, last, block_end = num_computed[bad][0], after[bad][0], end[bad][0]
+            if bad if isinstance(bad, bool) else bad.any():
+                computed, last, block_end = (np.atleast_1d(each)[np.argmax(bad)] for each in (num_computed, after, end))
                 raise ValueError(
                     f"expected a step from {computed} computed tokens to end at {block_end}, where the block of its "
                     f"recurrent state ends, got {last - computed} new tokens; split it (`limit_step`)"

@@ -143,7 +143,7 @@ class SlotAllocator:
         if after > limit:
             self._check_length(request, after)
         if self._state_steps is not None:
-            self._state_steps.check_step_ends(np.array([computed]), np.array([after]))
+            self._state_steps.check_step_ends(computed, after)
         settled = max(computed - in_flight, 0)
         num_slots = min(after + lookahead, limit)
         if self._reservations is not None:
@@ -229,7 +229,7 @@ class SlotAllocator:
         after = total_computed + counts.new
         self._check_new(request, after)
         if self._state_steps is not None:
-            self._state_steps.check_step_ends(np.array([total_computed]), np.array([after]))
+            self._state_steps.check_step_ends(total_computed, after)
         if hit is not self._groups.no_blocks or counts.new_computed:
             if self._defers_fresh_hits and self._groups.are_fresh(hit.block_ids):
                 return None
