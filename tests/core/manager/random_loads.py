@@ -1,8 +1,8 @@
 """Random lives of requests on a simulated device whose new pages are zeroed: their KV is computed or loaded.
 
 A connector writes as soon as it has blocks or as late as it may, while others run; loads fail, and requests that load
-are preempted. Steps are dropped after they were planned, or some of their requests are. Pages keep what was written to
-them until somebody overwrites or zeroes it, as on a device.
+are preempted. Steps are dropped after they were planned, or some of their requests are. Requests may verify drafts, and
+name checkpoints. Pages keep what was written to them until somebody overwrites or zeroes it, as on a device.
 """
 
 from __future__ import annotations
@@ -40,15 +40,19 @@ class RandomLoads:
     sub_block_hits: bool = False
     forks: bool = False
     drops: bool = False
+    most_drafts: int = 0
+    names: bool = False  # checkpoints
     running: list[Request] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
     partly_loaded: set[tuple[str, int, int]] = field(default_factory=set)  # request, group, last block of its load
+    unsettled: dict[str, Writes] = field(default_factory=dict)  # request -> its last step, with drafts
     started: list[Request] = field(default_factory=list)  # in this step, in order
     requests: list[Request] = field(default_factory=list)  # all that ever were
     num_made: int = 0
     num_loaded: int = 0
     num_dropped: int = 0  # steps, in whole or in part
+    num_rejected: int = 0  # drafts
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -67,6 +71,7 @@ class RandomLoads:
             self.step()
 
     def step(self) -> None:
+        self.settle()
         self.manager.new_step_starts()
         self.end_loads()
         parts = self.plan_running()
@@ -82,15 +87,39 @@ class RandomLoads:
         self.device.run(parts)
         for part in parts:
             part.request.num_computed_tokens += part.count
+            if part.drafts:
+                self.unsettled[part.request.request_id] = part
         self.running += [load.request for load in self.loads if load.num_new]
         self.loads = [load for load in self.loads if not load.num_new]
         self.check()
         self.sample_and_end()
-        if self.forks and self.running and len(self.running) < 8:
-            parent = self.running[self.some(0, len(self.running) - 1)]
+        able = self.settled_requests()
+        if self.forks and able and len(self.running) < 8:
+            parent = able[self.some(0, len(able) - 1)]
             children = self.manager.fork(parent, 1) or ()
             self.running += children
             self.requests += children
+
+    def settled_requests(self) -> list[Request]:
+        return [request for request in self.running if request.request_id not in self.unsettled]
+
+    def settle(self) -> None:
+        """Some requests end with drafts in flight; others take rejected ones back, before or after tokens are known."""
+        parts = [self.unsettled[name] for r in self.running if (name := r.request_id) in self.unsettled]
+        self.unsettled.clear()
+        for part in [part for part in parts if self.rng.random() < 0.05]:
+            parts.remove(part)
+            self.end(part.request)
+        is_settled_first = bool(parts) and self.rng.random() < 0.5
+        for settles in (is_settled_first, not is_settled_first):
+            if settles and parts:
+                rejected = [len(part.drafts) - part.num_accepted for part in parts]
+                self.manager.settle_drafts([part.request.row for part in parts], rejected)
+                self.num_rejected += sum(rejected)
+            for part in parts if not settles else ():
+                part.request.append_output_token_ids(part.drafts[: part.num_accepted] + [self.some(0, 1)])
+        if parts:
+            self.check()
 
     def drop(self, parts: list[Writes]) -> list[Writes]:
         """Those whose part is dispatched: the last that started, and then any of the others, are not."""
@@ -138,8 +167,7 @@ class RandomLoads:
         self.waiting.append(request)
 
     def plan_running(self) -> list[Writes]:
-        counts = [self.cut(r.num_computed_tokens, r.num_tokens - r.num_computed_tokens) for r in self.running]
-        parts = [Writes(request, count) for request, count in zip(self.running, counts, strict=True) if count]
+        parts = [part for part in map(self.part_of, self.running) if part.count]
         while parts:
             rows, counts = [part.request.row for part in parts], [part.count for part in parts]
             if self.manager.plan_step(rows, counts).num_planned == len(parts):
@@ -147,6 +175,15 @@ class RandomLoads:
             self.running.remove(parts[-1].request)
             self.give_up(parts.pop().request)
         return parts
+
+    def part_of(self, request: Request) -> Writes:
+        """A request's part of the next step: one token and drafts, or some of what it has to compute."""
+        left = request.num_tokens - request.num_computed_tokens
+        if self.most_drafts and left == 1:
+            room = max(self.setup.max_model_len - request.num_tokens - 1, 0)
+            drafts = self.rng.integers(0, 2, self.some(0, min(self.most_drafts, room))).tolist()
+            return Writes(request, 1 + len(drafts), drafts, self.some(0, len(drafts)))
+        return Writes(request, self.cut(request.num_computed_tokens, left))
 
     def cut(self, computed: int, left: int) -> int:
         return self.setup.cut(computed, self.some(1, left)) if left else 0
@@ -195,7 +232,8 @@ class RandomLoads:
         self.num_made += 1
         tokens = self.trunk[: self.some(2, self.setup.max_model_len - 12)]
         tokens += self.rng.integers(0, 2, self.some(0, 8)).tolist()
-        self.requests.append(Request(f"r{self.num_made}", tokens, block_hasher=self.hasher))
+        named = self.rng.integers(1, len(tokens) + 1, self.some(0, 3)).tolist() if self.names else ()
+        self.requests.append(Request(f"r{self.num_made}", tokens, block_hasher=self.hasher, checkpoints=named))
         return self.requests[-1]
 
     def num_lacking(self, load: Load, manager: Any) -> int:
@@ -226,10 +264,11 @@ class RandomLoads:
                 self.device.pages[pool_id, self.device.page_of_state(request, group_id, load.stop)] = {0: state}
 
     def check(self) -> None:
-        for request in self.running:
+        for request in self.settled_requests():
             self.device.check(request, request.num_computed_tokens)
         self.check_hits()
-        if not self.forks and not self.sub_block_hits:  # a copied page has the rest of its source's
+        # A copied page has the rest of its source's, another what drafts left.
+        if not (self.forks or self.sub_block_hits or self.most_drafts):
             self.check_others()
 
     def check_hits(self) -> None:
@@ -272,11 +311,14 @@ class RandomLoads:
                         assert is_own or (request.request_id, group_id, block_id) in self.partly_loaded, request
 
     def sample_and_end(self) -> None:
-        for request in list(self.running):
+        for request in self.settled_requests():
             if request.num_computed_tokens < request.num_tokens:
                 continue
             if request.num_tokens < self.setup.max_model_len and self.rng.random() < 0.8:
                 request.append_output_token_ids(self.some(0, 1))
             else:
-                self.manager.free(request)
-                self.running.remove(request)
+                self.end(request)
+
+    def end(self, request: Request) -> None:
+        self.manager.free(request)
+        self.running.remove(request)
