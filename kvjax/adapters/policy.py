@@ -38,7 +38,12 @@ def with_policy(policy: str, options: ManagerOptions) -> ManagerOptions:
     if policy == STACK:
         return options
     ours = ManagerOptions()
-    rules = replace(options.rules, free_order=ours.rules.free_order, retention_ends=ours.rules.retention_ends)
+    rules = replace(
+        options.rules,
+        free_order=ours.rules.free_order,
+        retention_ends=ours.rules.retention_ends,
+        inner_hits=ours.rules.inner_hits,
+    )
     return replace(
         options, eviction_policy=ours.eviction_policy, retention_interval=ours.retention_interval, rules=rules
     )

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.hashing.block_hash import BlockHash, get_block_hash, get_group_id
+from kvjax.core.hashing.block_hash import (
+    BlockHash,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
 from kvjax.core.pool.block import BlockViews, KVCacheBlock
 from kvjax.core.pool.block_pool import BlockPool as CorePool
 from kvjax.core.requests.request import Request
@@ -131,6 +136,23 @@ class BlockPool:
         ids = [block.block_id if is_kept else 0 for block, is_kept in zip(chosen, kept, strict=True)]
         known, hashes = self._in_blocks_of(request, block_size)
         self._pool.cache_full_blocks(known, ids, hashes, num_cached_blocks, kv_cache_group_id)
+
+    def cache_partial_block(
+        self,
+        request: Any,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> Any:
+        """Registers a block under the hash of tokens that end inside it; the hash with its group, None if null."""
+        if block.is_null:
+            return None
+        known, hashes = self._in_blocks_of(request, self.hash_block_size)
+        block_id, group_id = block.block_id, kv_cache_group_id
+        self._pool.cache_inner(known, block_id, hashes, num_tokens, group_id, replace_existing_hashes)
+        return make_block_hash_with_group_id(hashes[num_tokens // self.hash_block_size - 1], group_id)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Takes free blocks for a holder outside all requests; `free_blocks` returns them.

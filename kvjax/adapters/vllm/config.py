@@ -72,7 +72,7 @@ def translate_spec(spec: Any, release: Release, dcp_world_size: int = 1) -> KVCa
 
 
 # Fields that change which tokens a table holds, in a way that kvjax.core has not; the value that means "not".
-SET_FIELDS = {"extra_retained_tokens": 0, "num_prefill_checkpoint_blocks": 0}
+SET_FIELDS = {"extra_retained_tokens": 0}
 
 
 def _heads(spec: Any) -> dict[str, Any]:
@@ -117,6 +117,8 @@ def _mamba(spec: Any) -> KVCacheSpec:
         dtypes=("int8",),
         mamba_cache_mode=spec.mamba_cache_mode,
         num_speculative_blocks=spec.num_speculative_blocks,
+        num_prefill_checkpoint_blocks=getattr(spec, "num_prefill_checkpoint_blocks", 0),
+        prefill_checkpoint_alignment=getattr(spec, "prefill_checkpoint_alignment", None),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.adapters.vllm.block_pool import BlockPool
 from kvjax.adapters.vllm.description import vllm_module
 from kvjax.core.kinds.prefix_lookup import PrefixLookup
+from kvjax.core.manager.inner_coordinator import InnerKVCacheCoordinator
 from kvjax.core.manager.kv_cache_manager import KVCacheManager as CoreManager
 from kvjax.core.pool.kv_cache_blocks import BlockSequence
 
@@ -94,8 +95,6 @@ class SpecGroup(NamedTuple):
 class Coordinator:
     """All groups of a manager."""
 
-    enable_partial_hash_hits = False  # hits end where blocks end
-
     def __init__(
         self, core: CoreManager, kv_cache_config: Any, block_pool: BlockPool, num_reprefillable_tokens: int
     ) -> None:
@@ -105,7 +104,8 @@ class Coordinator:
         self.num_reprefillable_tokens = num_reprefillable_tokens
         self.enable_caching = core.enable_caching
         self.hash_block_size = core.hash_block_size
-        self.scheduler_block_size = core.coordinator.alignment
+        self.enable_partial_hash_hits = core.groups.has_inner_hits
+        self.scheduler_block_size = core.groups.whole_blocks
         self.retention_interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.single_type_managers = tuple(
@@ -150,6 +150,9 @@ class Coordinator:
     ) -> tuple[tuple[Sequence[Any], ...], tuple[int, ...]]:
         """Per group the blocks of its own longest hit, and the hit's tokens, whatever the others have."""
         groups, most = self._core.groups, max_cache_hit_length
+        if isinstance(self._core.coordinator, InnerKVCacheCoordinator):
+            found, inside = self._core.coordinator.find_each(block_hashes, most)
+            return groups.blocks(found).blocks, inside
         ids, lengths = list(groups.no_ids), [0] * groups.num_groups
         for manager, drops in groups.cacheable_lookups if self.enable_caching else ():
             num_hashed = len(block_hashes) * self.hash_block_size

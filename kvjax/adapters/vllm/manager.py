@@ -76,9 +76,12 @@ class KVCacheManager:
         self._knows_in_flight = "num_in_flight_tokens" in release.rules.request_attributes
         self._is_told_of_steps = "new_step_starts" in release.description["methods"]["KVCacheManager"]
         # Of the last computed tokens so many may be computed again (drafting heads that look ahead): not cached yet.
-        self._num_unsettled = max(given.get("num_prefill_lookahead", 0) - 1, 0)
-        self.mamba_shared_prefix_checkpoint = False  # of hits inside blocks, see `Coordinator`
+        # Hashes that cover what lies ahead prove it settled in a hybrid.
+        is_proved = bool(given.get("num_hash_lookahead_tokens")) and core.groups.num_groups > 1
+        num_looked_ahead = max(given.get("num_prefill_lookahead", 0) - 1, 0)
+        self._num_unsettled = 0 if is_proved and core.groups.has_inner_hits else num_looked_ahead
         self._events = EventClasses(release)
+        self._make_copy = _copy_class(release)
         self._make_stats = vllm_module("vllm.v1.metrics.stats").PrefixCacheStats
         self.max_model_len = given["max_model_len"]
         self.enable_caching = bool(given["enable_caching"])
@@ -97,7 +100,18 @@ class KVCacheManager:
             core.block_pool, core.reset_prefix_cache, self.take_events, self._events.translate, self._in_blocks_of
         )
         make_coordinator = coordinator_class(self.enable_caching, self.num_kv_cache_groups)
-        self.coordinator = make_coordinator(core, config, self.block_pool, self._num_unsettled)
+        self.coordinator = make_coordinator(core, config, self.block_pool, num_looked_ahead)
+        is_eagle = bool(given["use_eagle"]) or any(
+            getattr(group, "is_eagle_group", False) for group in config.kv_cache_groups
+        )
+        self.mamba_shared_prefix_checkpoint = (
+            bool(given.get("enable_mamba_shared_prefix_checkpoint"))
+            and is_eagle
+            and core.groups.has_inner_hits
+            and num_looked_ahead == 0
+        )
+        if self.mamba_shared_prefix_checkpoint:
+            core.groups.keep_shared_tails()
         self._boundary_states = BoundaryStates(core) if self.coordinator.has_states else None
 
     @property
@@ -151,10 +165,23 @@ class KVCacheManager:
         return (*self.get_computed_blocks(request, max_cache_hit_length), False)
 
     def truncate_computed_blocks(self, blocks: KVCacheBlocks, num_computed_tokens: int) -> KVCacheBlocks:
-        """The blocks of a hit's first tokens."""
+        """The blocks of a hit's first tokens; where a group of states has fewer, a connector brings the state.
+
+        Raises:
+            AssertionError: the tokens end inside a block, or another group has fewer, as in vLLM.
+        """
         managers = self.coordinator.single_type_managers
-        ends = [num_computed_tokens // manager.block_size for manager in managers]  # of kinds without hits: no blocks
-        return self.create_kv_cache_blocks([group[:end] for group, end in zip(blocks.blocks, ends, strict=True)])
+        groups = self._core.kv_cache_config.kv_cache_groups
+        parts: list[Sequence[Any]] = []
+        for found, manager, group in zip(blocks.blocks, managers, groups, strict=True):
+            end, rest = divmod(num_computed_tokens, manager.block_size)
+            spec = group.kv_cache_spec
+            if spec.is_prefix_cacheable and (rest or (spec.state_pages is None and end > len(found))):
+                raise AssertionError(
+                    f"expected tokens of whole blocks of {manager.block_size} that are hit, got {num_computed_tokens}"
+                )
+            parts.append(found[:end])
+        return self.create_kv_cache_blocks(parts)
 
     def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
         """Counts a lookup."""
@@ -200,7 +227,8 @@ class KVCacheManager:
             hit = new_computed_blocks
             if hit is not None and not isinstance(hit, KVCacheBlocks):
                 hit = self.create_kv_cache_blocks(hit.blocks)
-            if self._rules.tells_shared_prefix and self._core.groups.retention is not None:
+            keeps_shared = self._core.groups.retention is not None or self._core.row_blocks.inner is not None
+            if self._rules.tells_shared_prefix and keeps_shared:
                 hit = self._with_shared_prefix(hit, request.shared_prefix_boundary)
             # What counts as computed without blocks here comes from outside, as a connector's tokens do.
             external = num_external_computed_tokens + request.num_computed_tokens
@@ -393,27 +421,45 @@ class KVCacheManager:
             self._to_zero += [] if group_id in kept_group_ids else loaded
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Pages to copy: none, since hits end where blocks end."""
-        return [], []
+        """Pages to copy before the next step writes, and blocks to free once it has: both ends of each copy."""
+        copies, held = self._core.block_pool.page_edits.lend_copies()
+        pairs = zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True)
+        blocks = [self._core.block_pool.blocks[block_id] for block_id in held.tolist()]
+        return [self._make_copy(src_block_id=source, dst_block_id=to) for source, to in pairs] if blocks else [], blocks
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """By request the states that were cached since the last call, for a connector: group, block, tokens."""
         return {} if self._boundary_states is None else self._boundary_states.take()
 
     def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:
-        """States of partly filled blocks of a request that ends: none are cached."""
-        return []
+        """The registered state of a partly filled block of a request that ends there: group, block, tokens."""
+        known = self._running.get(request.request_id)
+        if known is None or self._boundary_states is None:
+            return []
+        offers = self._boundary_states.take_tails(known)
+        is_settled = not request.num_in_flight_tokens
+        return [offer for offer in offers if is_settled and offer[2] == request.num_computed_tokens]
 
     def create_kv_cache_blocks(self, blocks: Sequence[Sequence[Any]]) -> KVCacheBlocks:
         """Per group blocks as a value; the shared empty one if there are none."""
         return self._core.create_kv_cache_blocks([[block.block_id for block in group] for group in blocks])
 
 
+def _copy_class(release: Release) -> Any:
+    """vLLM's value of a page copy; None where the release has none."""
+    if "take_kv_cache_block_copies" not in release.description["methods"]["KVCacheManager"]:
+        return None
+    return vllm_module("vllm.v1.core.kv_cache_utils").KVCacheBlockCopy
+
+
 def _core_options(given: Mapping[str, Any], release: Release) -> ManagerOptions:
     """Options of kvjax's manager, of what vLLM's is made with."""
     config, rules = given["kv_cache_config"], release.rules
+    options = ManagerOptions.vllm(rules.preset)
     return replace(
-        ManagerOptions.vllm(rules.preset),
+        options,
+        rules=replace(options.rules, inner_hits=options.rules.inner_hits and _has_fine_states(given)),
+        num_hash_lookahead_tokens=given.get("num_hash_lookahead_tokens", 0),
         enable_caching=bool(given["enable_caching"]),
         use_eagle=bool(given["use_eagle"]),
         enable_kv_cache_events=bool(given["enable_kv_cache_events"]),
@@ -423,6 +469,14 @@ def _core_options(given: Mapping[str, Any], release: Release) -> ManagerOptions:
         zero_new_pages=bool(getattr(config, "needs_kv_cache_zeroing", False)),
         retention_interval=getattr(config, "prefix_cache_retention_interval", None),
     )
+
+
+def _has_fine_states(given: Mapping[str, Any]) -> bool:
+    """Whether states have blocks larger than a hash block, or as large where ranks share a block's tokens, if any."""
+    least = given["hash_block_size"] + (given["dcp_world_size"] == 1)
+    specs = [group.kv_cache_spec for group in given["kv_cache_config"].kv_cache_groups]
+    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    return max((spec.block_size for spec in layers if type(spec).__name__ == "MambaSpec"), default=least) >= least
 
 
 __all__ = ["KVCacheManager"]

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvjax.core.hashing.block_hashing import BlockHashing
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNeed
 from kvjax.core.kinds.encoder_columns import EncoderManager
+from kvjax.core.kinds.inner_states import CheckpointRule, InnerStates
 from kvjax.core.kinds.manager_settings import ManagerSettings
 from kvjax.core.kinds.positional import PositionalManager
 from kvjax.core.kinds.recurrent import RecurrentManager
@@ -69,7 +70,10 @@ class GroupManagers:
         self.releasing = tuple(manager for manager in self.managers if manager.forgets)  # before their requests end
         self.has_tier = pools[0].tier_link is not None  # whether blocks can lie beyond the pools
         self.reads_encoder = any(manager.reads_encoder for manager in self.managers)
-        self.alignment = lcm(*(manager.block_size for manager in self.cacheable))  # tokens: hits are multiples of it
+        self.whole_blocks = lcm(*(manager.block_size for manager in self.cacheable))  # tokens
+        self.has_inner_hits = self._find_inner_hits()  # whether hits may end inside blocks, by the hash blocks' hashes
+        # Tokens of which hits are multiples.
+        self.alignment = self.hashing.hash_block_size if self.has_inner_hits else self.whole_blocks
         # Where no group needs a block at every length, a hit rests on its last one: something of it is cached.
         self.needs_last_block = not any(manager.hits_need_blocks() for manager in self.cacheable)
         self.sub_block_indices = tuple(m.sub_blocks for m in self.managers if m.sub_blocks is not None)
@@ -89,6 +93,7 @@ class GroupManagers:
         self._check_kinds()
         self.retention = self._make_retention()
         self._register_what_hits_need()
+        self._keep_inner_states()
         self.states_on_the_way = self._find_states_on_the_way()
         self.checkpoints_in_step = self.options.checkpoints_in_step if self.states_on_the_way else 0
         if self.releasing:
@@ -132,6 +137,45 @@ class GroupManagers:
                     f"{self.hashing.hash_block_size} and {kind} blocks of {manager.block_size} tokens"
                 )
 
+    def _find_inner_hits(self) -> bool:
+        unit, options = self.hashing.hash_block_size, self.options
+        if not options.rules.inner_hits or not options.enable_caching or self.num_groups < 2:
+            return False
+        if options.sub_block_hits or self.pools[0].tier_link is not None:
+            return False
+        sizes = [manager.block_size for manager in self.cacheable if manager.holds_states]
+        fit = all(m.holds_states or not m.forgets or m.block_size == unit for m in self.cacheable)
+        return fit and min(sizes, default=0) >= unit and self.whole_blocks > unit
+
+    def _keep_inner_states(self) -> None:
+        """Lets managers of states keep some where no block ends, if hits may end there or devices leave checkpoints."""
+        for manager in self.managers:
+            if not isinstance(manager, RecurrentManager) or not manager.enable_caching:
+                continue
+            spec = manager.kv_cache_spec
+            if not self.has_inner_hits and not spec.num_prefill_checkpoint_blocks:
+                continue
+            if manager.answer_states is not None:
+                raise NotImplementedError(
+                    "expected retention_interval by vLLM's rules (`ManagerOptions.vllm`) with states inside blocks or "
+                    f"num_prefill_checkpoint_blocks={spec.num_prefill_checkpoint_blocks}"
+                )
+            rule = CheckpointRule(
+                block_size=manager.block_size,
+                unit=self.alignment,
+                hash_block_size=self.hashing.hash_block_size,
+                drops_unit=self.options.use_eagle,
+                num_lookahead=self.options.num_hash_lookahead_tokens,
+                multiple=spec.prefill_checkpoint_alignment if spec.num_prefill_checkpoint_blocks else None,
+            )
+            manager.inner_states = InnerStates(rule, spec.num_speculative_blocks, self.has_inner_hits)
+
+    def keep_shared_tails(self) -> None:
+        """From now on states at the ends of prefixes that requests share are registered too, inside blocks."""
+        for manager in self.managers:
+            if manager.inner_states is not None:
+                manager.inner_states.keeps_shared = True
+
     def _make_retention(self) -> Retention | None:
         """Checkpoints for all managers that can do with them; None: everything is registered."""
         interval = self.options.retention_interval
@@ -144,7 +188,8 @@ class GroupManagers:
             raise ValueError(f"expected enable_caching=True with retention_interval, got {interval} without caching")
         if self.options.sub_block_hits:
             raise NotImplementedError(f"retention_interval={interval} does not work with sub_block_hits=True")
-        return Retention(interval, self.alignment, self.num_dropped_tokens, self.options.rules.retention_ends)
+        ends = self.options.rules.retention_ends
+        return Retention(interval, self.alignment, self.num_dropped_tokens, ends, self.whole_blocks)
 
     def _default_interval(self) -> int | None:
         """Where a kind forgets and hits are of whole blocks; None elsewhere."""
@@ -156,7 +201,7 @@ class GroupManagers:
     def _register_what_hits_need(self) -> None:
         """Lets managers of kinds that forget register only what a hit at a checkpoint, or of whole blocks, can use."""
         retention = self.retention
-        if not self.options.enable_caching or self.options.sub_block_hits:
+        if not self.options.enable_caching or self.options.sub_block_hits or (self.has_inner_hits and not retention):
             return
         keeps_varying = retention is None or retention.is_vllms
         for manager, drops in self.cacheable_lookups:

@@ -25,10 +25,12 @@ Mode `none` keeps 1 + s blocks for life in one column of all tokens, and never h
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, final
 
 import numpy as np
 
+from kvjax.core.kinds.inner_states import NEW_ROW, InnerStates, Place
 from kvjax.core.kinds.manager_settings import TableLayout
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
@@ -38,6 +40,10 @@ from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.spec import NEVER, cdiv
 from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.row_changes import RowChanges
+
+if TYPE_CHECKING:
+    from kvjax.core.hashing.block_hash import BlockHash
+    from kvjax.core.requests.request import Request
 
 
 @final
@@ -99,13 +105,20 @@ class RecurrentManager(SingleTypeKVCacheManager):
         skipped = self.get_num_skipped_tokens(total_computed) // self.block_size
         live = hit_ids[:, skipped:]
         evictable = int((self.block_pool.ref_count[live] == 0).sum()) if live.size else 0
-        has_external = total_computed > hit_ids.shape[1] * self.block_size
-        enters_column = has_external and cdiv(num_slots, self.block_size) > cdiv(total_computed, self.block_size)
-        return self.num_groups * (self.num_tail_columns + enters_column) + evictable
+        num_columns, num_hit = cdiv(num_slots, self.block_size), hit_ids.shape[1]
+        has_external = total_computed > num_hit * self.block_size
+        num_new = self.num_tail_columns + (has_external and num_columns > cdiv(total_computed, self.block_size))
+        if self.inner_states is not None:
+            missing = num_columns + self._num_speculative - num_hit
+            num_new += self.inner_states.num_new(NEW_ROW, missing) - self.num_tail_columns
+        return self.num_groups * num_new + evictable
 
     def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> int:
         """One per group if the step enters a new column."""
-        return self.num_groups * (self._columns_for(row, num_slots) > self.num_blocks.item(row))
+        missing = self._columns_for(row, num_slots) - self.num_blocks.item(row)
+        if self.inner_states is not None:
+            return self.num_groups * (self.inner_states.num_new(row, missing) + (row in self.inner_states.tails))
+        return self.num_groups * (missing > 0)
 
     def worst_case_blocks(self, num_slots: int) -> int:
         """States from the column of the settled tokens to the running one, and those of drafts."""
@@ -119,6 +132,8 @@ class RecurrentManager(SingleTypeKVCacheManager):
             int32[G, k] what the columns from the old end on hold: nulls, moved blocks, new ones.
         """
         held, required = self.num_blocks.item(row), self._columns_for(row, num_slots)
+        if self.inner_states is not None:
+            return self._allocate_with_checkpoint(row, held, required, self.inner_states)
         if required <= held:
             return self.no_blocks
         self._table.reserve_columns(required)
@@ -131,6 +146,70 @@ class RecurrentManager(SingleTypeKVCacheManager):
         self.block_tables[:, row, required - num_new : required] = ids
         self.num_blocks[row] = required
         return self.block_tables[:, row, held:required].copy()
+
+    def _allocate_with_checkpoint(self, row: int, held: int, required: int, inner: InnerStates) -> np.ndarray:
+        """`allocate_new_blocks` where a column before the running one may have a state too."""
+        self._hand_tail_on(row, inner)
+        had_tail = row in inner.started
+        inner.started.add(row)
+        if required <= held:
+            return self.no_blocks
+        self._table.reserve_columns(required)
+        first = required - self.num_tail_columns - (row in inner.checkpoints)  # columns before it are passed over
+        first_left = held - self._num_speculative * had_tail
+        end_left = max(min(first, held), first_left)
+        place = max(held, first)
+        moved = self.block_tables[:, row, first_left:end_left].copy()
+        self.block_tables[:, row, first_left:end_left] = 0
+        self.block_tables[:, row, place : place + moved.shape[1]] = moved
+        place += moved.shape[1]
+        ids = self.block_pool.get_new_blocks(self.num_groups * (required - place)).reshape(self.num_groups, -1)
+        self.block_tables[:, row, place:required] = ids
+        self.num_blocks[row] = required
+        return self.block_tables[:, row, held:required].copy()
+
+    def _hand_tail_on(self, row: int, inner: InnerStates) -> None:
+        """Copies take over what the row's tail is registered under: the row writes to the tail in this step."""
+        place = inner.take_tail(row)
+        if place is None:
+            return
+        pool, tails = self.block_pool, self.block_tables[:, row, place.column].tolist()
+        copies = pool.get_new_blocks(self.num_groups)
+        for tail, copy in zip(tails, copies.tolist(), strict=True):
+            pool.move_hashes(tail, copy)
+            pool.page_edits.keep_copy(tail, copy)
+        self.fresh_blocks.add(copies)
+        inner.note_moved(row, place, copies.tolist())
+
+    def register_state(
+        self,
+        request: Request,
+        row: int,
+        block_hashes: Sequence[BlockHash],
+        place: Place,
+        replaces: bool = False,
+    ) -> None:
+        """Registers the blocks in a column under the hash of the tokens before their state.
+
+        `block_hashes` are the request's at the hash block size; `replaces`: the blocks hold another state than before.
+        """
+        ids = self.block_tables[:, row, place.column]
+        for group_id, block_id in zip(self.group_ids, ids.tolist(), strict=True):
+            if block_id:
+                pool = self.block_pool
+                pool.cache_inner(request, block_id, block_hashes, place.num_tokens, group_id, replaces)
+        self.fresh_blocks.add(ids[ids != 0])
+
+    def take_moved_tails(self, row: int) -> list[tuple[Place, list[int]]]:
+        """The row's tails that copies took over since the last call, with the copies of all groups."""
+        return [] if self.inner_states is None else self.inner_states.take_moved(row)
+
+    def num_tokens_of(self, row: int, column: int) -> int:
+        """Tokens before the state under which a row's block is registered; 0: it is not."""
+        block_id, index = self.block_tables.item(0, row, column), self.block_pool.prefix_index
+        if not index.is_hashed[block_id]:
+            return 0
+        return index.inner.num_tokens.get(block_id, (column + 1) * self.block_size)
 
     @property
     def leaves_states_on_the_way(self) -> bool:
@@ -165,6 +244,8 @@ class RecurrentManager(SingleTypeKVCacheManager):
         new_ids = self.block_pool.get_new_blocks(self.num_blocks_for_share(new_rows.size))
         by_row = new_ids.reshape(new_rows.size, self.num_groups, -1)
         self.block_tables[:, new_rows, column + 1 : column + self.num_tail_columns] = by_row.swapaxes(0, 1)
+        if self.inner_states is not None:
+            self.inner_states.started.update(new_rows.tolist())
         self.num_blocks[new_rows] = column + self.num_tail_columns
         self.num_cached_blocks[new_rows] = min(self.num_cached_blocks.item(row), self.full_column(row, num_tokens))
         self.first_live[new_rows] = cdiv(num_tokens, self.block_size) - 1

@@ -29,6 +29,10 @@ class RecurrentSpec(KVCacheSpec):
 
     mamba_cache_mode: str = "none"  # vLLM's name, of any recurrent kind
     num_speculative_blocks: int = 0  # one state per drafted token
+    # States that a step leaves on its way, at the last length that the same prompt can hit: 0 or 1; vLLM 0.33's name.
+    num_prefill_checkpoint_blocks: int = 0
+    # They are so many tokens behind the step's start, or a multiple; None: the device leaves none.
+    prefill_checkpoint_alignment: int | None = None
     page_size_padded: int | None = None  # bytes; None: as the state needs
 
     @property
@@ -54,6 +58,12 @@ class RecurrentSpec(KVCacheSpec):
             raise ValueError(f"expected mamba_cache_mode none or align, got {self.mamba_cache_mode!r}")
         if self.num_speculative_blocks < 0:
             raise ValueError(f"expected num_speculative_blocks >= 0, got {self.num_speculative_blocks}")
+        if self.num_prefill_checkpoint_blocks not in (0, 1):
+            raise ValueError(
+                f"expected num_prefill_checkpoint_blocks of 0 or 1, got {self.num_prefill_checkpoint_blocks}"
+            )
+        if self.prefill_checkpoint_alignment is not None and self.prefill_checkpoint_alignment < 1:
+            raise ValueError(f"expected prefill_checkpoint_alignment >= 1, got {self.prefill_checkpoint_alignment}")
         if self.page_size_padded is not None and self.state_bytes > self.page_size_padded:
             raise ValueError(
                 f"expected page_size_padded >= {self.state_bytes}, the bytes of a state, got {self.page_size_padded}"
@@ -106,8 +116,10 @@ class RecurrentSpec(KVCacheSpec):
         return num_tokens + 1
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """The running state, those of drafts, and with `align` the state that the step starts from."""
-        return 1 + (self.mamba_cache_mode == "align") + self.num_speculative_blocks
+        """The running state, those of drafts, and with `align` the state that the step starts from and a checkpoint."""
+        if self.mamba_cache_mode == "none":
+            return 1 + self.num_speculative_blocks
+        return 2 + self.num_prefill_checkpoint_blocks + self.num_speculative_blocks
 
     def pages_of_states(
         self,

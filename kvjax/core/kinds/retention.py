@@ -40,13 +40,16 @@ LANDMARK_TOKENS = 2_048
 class Retention:
     """The checkpoints of every row of one manager."""
 
-    def __init__(self, interval: int, alignment: int, dropped_tokens: int, ends: str = "all") -> None:
+    def __init__(
+        self, interval: int, alignment: int, dropped_tokens: int, ends: str = "all", end_unit: int | None = None
+    ) -> None:
         """
         Args:
             interval: tokens from one checkpoint to the next; 0: none but a request's own.
             alignment: tokens of which every hit is a multiple.
             dropped_tokens: tokens that EAGLE drops from a hit; 0 without.
             ends: one of `ENDS`.
+            end_unit: tokens that vLLM takes off a prompt's end with EAGLE; None: the alignment.
 
         Raises:
             ValueError: the interval is negative or no multiple of the alignment, or `ends` is another word.
@@ -60,6 +63,7 @@ class Retention:
             )
         self.interval = interval
         self.alignment = alignment
+        self._end_unit = alignment if end_unit is None else end_unit
         has_landmarks = interval > 0 and ends == "all"
         self._landmark = cdiv(LANDMARK_TOKENS, interval) * interval if has_landmarks else NEVER
         self._ends = ends
@@ -85,7 +89,9 @@ class Retention:
         size, dropped = self.alignment, self._dropped_tokens
         lengths: tuple[int, ...] = (num_tokens - dropped - 1, num_tokens - dropped, num_shared_tokens, 0)
         if self.is_vllms:
-            ends = (num_tokens - 1 - size, num_tokens - size) if dropped else (num_tokens - 1, 0)
+            unit, ends = self._end_unit, (num_tokens - 1, 0)
+            if dropped:
+                ends = ((num_tokens - 1) // unit * unit - unit, num_tokens // unit * unit - unit)
             lengths = (*ends, num_shared_tokens, num_shared_tokens - dropped if self._ends == "vllm-0.33" else 0)
         lengths = (*lengths, *(length - dropped for length in named))
         return tuple(max(length, 0) // size * size for length in lengths)

@@ -36,6 +36,7 @@ from kvjax.core.kinds.answer_columns import AnswerColumns
 from kvjax.core.kinds.answer_states import AnswerStates
 from kvjax.core.kinds.checkpoint_columns import CheckpointColumns
 from kvjax.core.kinds.common_prefix import count_common_blocks
+from kvjax.core.kinds.inner_states import InnerStates
 from kvjax.core.kinds.kept_columns import hold_kept
 from kvjax.core.kinds.manager_settings import ManagerSettings, TableLayout
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
@@ -119,6 +120,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         # of states that are kept at checkpoints
         self.answer_columns: AnswerColumns | None = None
         self.answer_states: AnswerStates | None = None
+        self.inner_states: InnerStates | None = None  # of states that are kept where no block ends
+        self.first_copies: dict[int, int] = {}  # `inner_copies.py`
         self.computed_blocks: ComputedBlocks | None = None  # is told of all, where someone asks why lookups miss
         # int32[G, k] held for good outside the tables
         self.reserved_block_ids = take_reserved_blocks(kv_cache_spec, block_pool, group_ids, self.block_size)
@@ -302,6 +305,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         if full <= cached:
             return
         blocks = self._blocks_to_register(row, cached, full)
+        if self.block_pool.prefix_index.inner:
+            self.block_pool.evict_blocks(blocks.ravel())  # of fewer tokens than they have now
         if self.block_pool.enable_kv_cache_events:
             for group_id, ids in zip(self.group_ids, blocks, strict=True):
                 self.block_pool.cache_full_blocks(request, ids, block_hashes, cached, group_id)
@@ -352,8 +357,11 @@ class SingleTypeKVCacheManager(abc.ABC):
         self._release(row, 0 if self.num_kept_columns else self.first_live.item(row), end)
         self._table.discard_row(row, end)
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
+        self.first_copies.pop(row, None)
         if self.answer_states is not None:
             self.answer_states.leave(row)
+        if self.inner_states is not None:
+            self.inner_states.leave(row)
 
     def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
         """Checks that a row has the blocks that go on from its first `num_tokens` tokens.

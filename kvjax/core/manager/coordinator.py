@@ -115,7 +115,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
 
 def get_kv_cache_coordinator(groups: GroupManagers) -> KVCacheCoordinator:
-    """The coordinator that a deployment needs: without prefix caching, of one group, or of several."""
+    """The coordinator of a deployment whose hits end where blocks end: without caching, of one group, or of several."""
     if not groups.options.enable_caching or not groups.cacheable:
         return KVCacheCoordinatorNoPrefixCache(groups)
     if groups.num_groups == 1:

@@ -50,7 +50,7 @@ class Forks:
             return None
         if not self._needs.fit(self._needs.of_children(n)):
             return None
-        self._rows.register(request, row, self._rows.cacheable_tokens(request, row, shared))
+        self._rows.register(request, row, self._rows.cacheable_tokens(request, row, shared), shared)
         children = tuple(map(request.fork, names or self._table.new_ids(request.request_id, n)))
         rows = np.array([self._table.add(child) for child in children])
         self._rows.reserve_rows()

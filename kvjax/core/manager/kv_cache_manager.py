@@ -34,6 +34,8 @@ from kvjax.core.manager.block_registrar import BlockRegistrar
 from kvjax.core.manager.coordinator import get_kv_cache_coordinator
 from kvjax.core.manager.draft_settler import DraftSettler
 from kvjax.core.manager.forks import Forks
+from kvjax.core.manager.inner_block_hits import InnerBlockHits
+from kvjax.core.manager.inner_coordinator import InnerKVCacheCoordinator
 from kvjax.core.manager.make_pools import make_pools
 from kvjax.core.manager.manager_reader import ManagerReader
 from kvjax.core.manager.pins import PinnedPrefix, Pins
@@ -117,7 +119,10 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         self.slabs = None if slabs is None else SlabMemory(slabs, self.block_pools)
         self.groups = GroupManagers(kv_cache_config, self.block_pools, settings)
         self.empty_kv_cache_blocks = self.groups.no_blocks
-        self.coordinator = get_kv_cache_coordinator(self.groups)
+        has_inner_hits = self.groups.has_inner_hits
+        self.coordinator = (
+            InnerKVCacheCoordinator(self.groups) if has_inner_hits else get_kv_cache_coordinator(self.groups)
+        )
         self.request_table = RequestTable(options.max_num_reqs, self.max_model_len)
         self._make_parts()
 
@@ -132,7 +137,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         if self.miss_reasons is not None:
             self.miss_reasons.attach(groups)
         self._hits = PrefixHits(groups, self.coordinator, sub_block_hits, self._hasher_check, self.miss_reasons)
-        self._slots = SlotAllocator(groups, needs, self.row_blocks, table, self.reservations, sub_block_hits)
+        inner_hits = InnerBlockHits(groups) if groups.has_inner_hits else None
+        hits_inside = sub_block_hits if inner_hits is None else inner_hits
+        self._slots = SlotAllocator(groups, needs, self.row_blocks, table, self.reservations, hits_inside)
         registrar = BlockRegistrar(groups, table)
         self._planner = StepPlanner(groups, self.row_blocks, registrar, table, self.reservations)
         self._drafts = DraftSettler(groups, self.row_blocks, registrar, table)

@@ -20,11 +20,13 @@ import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.kinds.inner_copies import take_first_copy
 from kvjax.core.kinds.kept_columns import take_missing
 from kvjax.core.kinds.probation import forget_idle_copies, keep_checkpoint, put_on_probation
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.copy_on_write import CopyOnWrite
+from kvjax.core.manager.inner_steps import InnerSteps
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
@@ -53,6 +55,9 @@ class RowBlocks:
         self.num_hit_tokens = np.zeros(0, np.int64)  # [rows] tokens of the hit that a request was admitted with
         self.num_left_out = np.zeros(0, np.int64)  # [rows] first tokens of which some block lacks one: `keep_left_out`
         self.copy_on_write = CopyOnWrite(groups)
+        self.inner: InnerSteps | None = None  # of models whose hits end, or states are kept, inside blocks
+        if groups.has_inner_hits or any(manager.inner_states is not None for manager in groups.managers):
+            self.inner = InnerSteps(groups)
         self.reserve_rows()
 
     def reserve_rows(self) -> None:
@@ -146,6 +151,8 @@ class RowBlocks:
             Per group int32[k] new blocks; None if they do not fit, when only skipped blocks were released.
         """
         self.remove_skipped(row, settled_tokens)
+        if self.inner is not None:
+            self.inner.plan(request, row, self._table.num_computed_tokens.item(row), num_tokens)
         needs = self._needs.of_running(row, num_slots, num_tokens=num_tokens)
         new_ids = self._groups.no_ids
         if self.copy_on_write.is_marked(row):
@@ -161,7 +168,7 @@ class RowBlocks:
             for pool, ids in zip(self._groups.pool_of_group, new_ids, strict=True):
                 if pool.slabs is not None and ids.size:
                     pool.slabs.note_growth(1)
-        self.register(request, row, num_cacheable)
+        self.register(request, row, num_cacheable, num_tokens)
         self.note_idle(row)
         return new_ids
 
@@ -181,7 +188,9 @@ class RowBlocks:
         held = [manager.num_blocks.item(row) for manager in self._groups.managers]
         for manager in self._groups.managers:
             slots = min(num_slots, num_tokens) if manager.holds_states else num_slots
-            new_ids.append(manager.allocate_new_blocks(row, manager.slots_of(slots, num_encoder_tokens)))
+            copies = take_first_copy(manager, row) if manager.first_copies else None
+            ids = manager.allocate_new_blocks(row, manager.slots_of(slots, num_encoder_tokens))
+            new_ids.append(ids if copies is None else np.concatenate([copies, ids], axis=1))
         if self._take_checkpoints(row, num_computed, min(num_slots, num_tokens)):
             new_ids = [
                 manager.block_tables[:, row, first : manager.num_blocks.item(row)].copy()
@@ -210,14 +219,16 @@ class RowBlocks:
             return 0
         return min(num_tokens, len(request.block_hashes) * self._hash_block_size)
 
-    def register(self, request: Request, row: int, num_cacheable: int) -> None:
-        """Registers the blocks that the first `num_cacheable` tokens fill."""
+    def register(self, request: Request, row: int, num_cacheable: int, num_tokens: int) -> None:
+        """Registers the blocks that the first `num_cacheable` tokens fill, of a row that has computed `num_tokens`."""
         for manager in self._groups.cacheable:
             if num_cacheable >= manager.next_full(row):
                 hashes: Sequence[BlockHash] = request.block_hashes
                 if manager.block_size != self._hash_block_size:
                     hashes = self._groups.hashing.of_block_size(hashes, manager.block_size)
                 manager.cache_blocks(request, row, hashes, num_cacheable)
+        if self.inner is not None and num_cacheable:
+            self.inner.register(request, row, min(num_tokens, request.num_tokens))
 
     def keep_left_out(self, rows: np.ndarray) -> None:
         """Counts as registered, so that they never are, the blocks of int64[n] rows that may lack tokens."""
@@ -287,7 +298,8 @@ class RowBlocks:
 
     def note_idle(self, row: int) -> None:
         """Renews one row's entry of `idle_until`."""
-        idle_until = 0 if self.copy_on_write.is_marked(row) else self._max_model_len
+        is_busy = self.copy_on_write.is_marked(row) or (self.inner is not None and self.inner.is_busy(row))
+        idle_until = 0 if is_busy else self._max_model_len
         for manager in self._groups.managers:
             idle_until = min(idle_until, manager.row_idle_until(row))
         self.idle_until[row] = idle_until

@@ -19,7 +19,9 @@ import numpy as np
 
 from kvjax.core.eviction import EvictionPolicy
 from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.kinds.inner_states import NEW_ROW
 from kvjax.core.manager.block_needs import BlockNeeds, sums
+from kvjax.core.manager.inner_block_hits import InnerBlockHits
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.manager.step_limit import limit_step
@@ -88,7 +90,7 @@ class SlotAllocator:
         rows: RowBlocks,
         request_table: RequestTable,
         reservations: Reservations | None,
-        sub_block_hits: SubBlockHits | None,
+        sub_block_hits: SubBlockHits | InnerBlockHits | None,
     ) -> None:
         self._groups = groups
         self._needs = needs
@@ -174,7 +176,8 @@ class SlotAllocator:
             slots = manager.held_slots(row)
             if num_computed_tokens > slots:
                 raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")
-        self._rows.register(request, row, self._rows.cacheable_tokens(request, row, num_computed_tokens))
+        num_cacheable = self._rows.cacheable_tokens(request, row, num_computed_tokens)
+        self._rows.register(request, row, num_cacheable, num_computed_tokens)
         self._rows.note_idle(row)
 
     def leave_unregistered(self, request: Request, group_id: int, num_tokens: int) -> None:
@@ -208,8 +211,16 @@ class SlotAllocator:
         num_hit_tokens = as_count("num_hit_tokens", num_hit_tokens)
         ids = self._groups.no_ids if hit is None else hit.block_ids
         num_encoder_tokens = as_count("num_encoder_tokens", num_encoder_tokens)
+        self._plan_new(request, num_hit_tokens, request.num_tokens)
         needs = self._needs.of_new(request.num_tokens, ids, num_hit_tokens, True, num_encoder_tokens)
+        if isinstance(self._sub_block_hits, InnerBlockHits):
+            needs = sums(needs, self._sub_block_hits.partial_blocks(ids, num_hit_tokens, num_hit_tokens).num_held)
         return self._needs.fit(sums(needs, kept), ids)
+
+    def _plan_new(self, request: Request, start: int, end: int) -> None:
+        """Plans what the first step of a new request leaves inside blocks."""
+        if self._rows.inner is not None:
+            self._rows.inner.plan(request, NEW_ROW, start, end)
 
     def _whole_fits(self, request: Request, row: int, counts: SlotCounts) -> bool:
         """Releases what left the windows of a running row, and says whether the rest of its sequence fits."""
@@ -217,6 +228,8 @@ class SlotAllocator:
         self._check_length(request, computed + counts.new)
         self._rows.remove_skipped(row, max(computed - counts.in_flight, 0))
         whole = min(max(request.num_tokens, computed + counts.new), self._max_model_len)
+        if self._rows.inner is not None:
+            self._rows.inner.plan(request, row, computed, whole)
         needs = self._needs.of_running(row, whole, capped=True)
         if self._rows.copy_on_write.is_marked(row):
             needs = sums(needs, self._rows.copy_on_write.num_copies(row, computed))
@@ -249,9 +262,11 @@ class SlotAllocator:
             partial = self._sub_block_hits.partial_blocks(hit.block_ids, counts.new_computed, total_computed)
         if must_fit:
             whole = min(max(request.num_tokens, after), self._max_model_len)
+            self._plan_new(request, total_computed, whole)
             needs = self._needs.of_new(whole, hit.block_ids, total_computed, True, counts.encoder)
             if not self._needs.fit(sums(needs, partial.num_held), hit.block_ids):
                 return None
+        self._plan_new(request, total_computed, after)
         needs = self._needs.of_new(num_slots, hit.block_ids, total_computed, False, counts.encoder, after)
         if partial.places:
             needs = sums(needs, partial.num_held)
@@ -266,6 +281,8 @@ class SlotAllocator:
         row = self._table.add(request)
         if row >= self._rows.idle_until.size:
             self._rows.reserve_rows()
+        if self._rows.inner is not None:
+            self._rows.inner.begin(row, hit.num_shared_tokens)
         for policy in self._told_policies:
             policy.note_admission()
         if self._reservations is not None:
@@ -286,7 +303,7 @@ class SlotAllocator:
         if counts.external:
             self._rows.note_loaded(row, hit.block_ids, total_computed)
         if not delay_caching:
-            self._rows.register(request, row, self._rows.cacheable_tokens(request, row, after))
+            self._rows.register(request, row, self._rows.cacheable_tokens(request, row, after), after)
         self._rows.note_idle(row)
         return new_ids
 

@@ -10,7 +10,8 @@ The rest are planned in stretches, each as
     2  allocate all new blocks at once        for the rows in that order
     3  register the blocks that filled        rows in order, group by group
 
-A row that shares a partly filled block since a fork is planned alone.
+A row that shares a partly filled block since a fork is planned alone, and every row where blocks are registered before
+they are full.
 
 This equals the row-by-row sequence while a stretch's blocks come from those free before its own releases, and no
 release goes to the head of the free queue; each eviction policy says how many rows that holds for (`bulk_equivalent`).
@@ -192,6 +193,8 @@ class StepPlanner:
 
     def _stretch_length(self, work: StepWork) -> int:
         """Rows of the longest leading stretch for which bulk equals sequential; 0: there is none."""
+        if self._rows.inner is not None:
+            return 0
         length = work.rows.size
         if self._rows.copy_on_write.num_sharing:
             sharing = self._rows.copy_on_write.is_sharing[work.rows]

@@ -43,6 +43,7 @@ class ManagerOptions:
         checkpoints_in_step: most recurrent states that a step leaves of one request on its way, at checkpoints: so many
             fewer steps end there. For devices whose ops take `GroupPlan.checkpoint_ends`. A state for which there is no
             block is left out.
+        num_hash_lookahead_tokens: tokens behind a block that its hash covers too, as those of requests are made.
         reserve: whether a new request is admitted only if the worst cases of all that run and of it fit together (its
             final length is its prompt and `max_tokens`); then no later call of a running request is refused.
         track_origins: whether to remember what each cached block was computed under, for `invalidate`: 4 bytes a block.
@@ -71,6 +72,7 @@ class ManagerOptions:
     same_step_hits: bool = True
     retention_interval: int | str | None = AUTO
     checkpoints_in_step: int = 0
+    num_hash_lookahead_tokens: int = 0
     reserve: bool = False
     track_origins: bool = False
     zero_new_pages: bool = False
@@ -120,6 +122,7 @@ class ManagerOptions:
             if size is not None:
                 as_count(name, size, least=1)
         as_count("checkpoints_in_step", self.checkpoints_in_step)
+        as_count("num_hash_lookahead_tokens", self.num_hash_lookahead_tokens)
         interval = self.retention_interval
         if isinstance(interval, str) and interval != AUTO:
             raise ValueError(f"expected retention_interval of tokens, {AUTO!r} or None, got {interval!r}")

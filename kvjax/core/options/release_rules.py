@@ -23,6 +23,8 @@ class ReleaseRules:
             resume at, or those of a release, "vllm-0.32" or "vllm-0.33".
         defer_fresh_hits: whether `allocate_slots` answers None (wait for the next step) to a hit on a recurrent state
             that this step computes. False: such a state is no hit before `new_step_starts`.
+        inner_hits: whether hits of models with recurrent states may end inside blocks, at any hash block, where all
+            kinds can: an end of a prompt is then registered in the block that it lies in, and a hit copies that block.
         extra_key_style: of a `BlockHasher`, which requests bring: how what else a hash covers is written.
     """
 
@@ -30,6 +32,7 @@ class ReleaseRules:
     coarse_hash_mode: str = "concat"
     retention_ends: str = "all"
     defer_fresh_hits: bool = False
+    inner_hits: bool = False
     extra_key_style: str = "vllm-0.33"
 
 
@@ -39,7 +42,9 @@ RELEASES: Mapping[str, ReleaseRules] = MappingProxyType(
         "0.22.1": ReleaseRules(free_order="append", defer_fresh_hits=True, extra_key_style="vllm-0.22"),
         # The extra keys of 0.32.0 were not compared; those of 0.33.0 stand for them.
         "0.32.0": ReleaseRules(coarse_hash_mode="last", retention_ends="vllm-0.32", defer_fresh_hits=True),
-        "0.33.0": ReleaseRules(coarse_hash_mode="last", retention_ends="vllm-0.33", defer_fresh_hits=True),
+        "0.33.0": ReleaseRules(
+            coarse_hash_mode="last", retention_ends="vllm-0.33", defer_fresh_hits=True, inner_hits=True
+        ),
     }
 )
 

@@ -24,6 +24,7 @@ Invariants (`check_invariants`; the tests run it after every test):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -380,6 +381,38 @@ class BlockPool:
             real = ids.nonzero()[0]
             self.eviction_policy.note_registered(ids[real], (real + first_column) * block_size, block_size)
 
+    def cache_inner(
+        self,
+        request: StoredRequest,
+        block_id: int,
+        block_hashes: Sequence[BlockHash],  # the request's, at `hash_block_size`
+        num_tokens: int,
+        group_id: int,
+        replaces: bool = False,
+    ) -> None:
+        """Makes a held block a hit of the request's first `num_tokens` tokens, which end inside it.
+
+        What the block was registered under for fewer tokens of a block that was not full is forgotten, with
+        `replaces` all that it was registered under: then it holds something else.
+        """
+        unit, inner = self.hash_block_size, self.prefix_index.inner
+        block_hash = block_hashes[num_tokens // unit - 1]
+        if not replaces and self.hash_maps[group_id].contains(block_hash, block_id):
+            return
+        if replaces or inner.num_tokens.get(block_id, num_tokens) < num_tokens:
+            self.evict_blocks([block_id])
+        self.prefix_index.register_inner(block_id, block_hash, num_tokens, group_id)
+        if self.enable_kv_cache_events:
+            info = replace(self.group_infos[group_id], block_size=unit)
+            self.event_log.extend(
+                stored_events(request, block_hashes, np.array([num_tokens // unit - 1]), group_id, info)
+            )
+
+    def move_hashes(self, source: int, destination: int) -> None:
+        """A held block without a hash is registered in the place of another held one; nothing if that is not."""
+        if self.is_hashed[source]:
+            self.prefix_index.move(source, destination)
+
     def evict_blocks(self, block_ids: npt.ArrayLike, was_reused: bool = False) -> None:
         """Forgets the hashes of blocks; who holds them stays, and under "lru" the free order.
 
@@ -458,9 +491,11 @@ class BlockPool:
             return []
         if was_reused and self.tier_link is not None:
             self.tier_link.before_reuse(ids, *self.prefix_index.contents_of(ids))
+        further = self.prefix_index.forget_further(ids)
         hashes, groups = self.prefix_index.forget(ids, was_reused)
         if self.enable_kv_cache_events:
-            self.event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in zip(hashes, groups.tolist(), strict=True))
+            removed = [*zip(hashes, groups.tolist(), strict=True), *further]
+            self.event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in removed)
         return hashes
 
     def _check_group(self, group_id: int) -> None:

@@ -110,6 +110,29 @@ class PageEdits:
             self._to_zero.discard(new_id)
         return new_ids
 
+    def exchange_and_hold(self, block_ids: Sequence[int]) -> np.ndarray:  # int32[n]
+        """`exchange_for_copies`, whose copies are held until they are taken, though who has them may free them.
+
+        Raises:
+            OutOfBlocksError: fewer blocks are free. Nothing is changed.
+        """
+        new_ids = self.exchange_for_copies(block_ids)
+        for new_id in new_ids.tolist():
+            self._pool.ref_count[new_id] += 1
+            self._hold(new_id)
+        return new_ids
+
+    def keep_copy(self, source: int, destination: int) -> None:
+        """Plans a copy of a block that somebody holds and writes to; the caller gives up its block `destination`."""
+        self._pool.ref_count[source] += 1
+        self._plan_copy(source, destination)
+        self._hold(destination)
+
+    def _hold(self, block_id: int) -> None:
+        """A reference of the block is the plan's."""
+        self._held_sources.append(block_id)
+        self._pool.outside_refs.add_one(block_id)
+
     def put_back(self, copies: PageCopies, page_ids: np.ndarray) -> None:
         """Plans copies and int32[Z] pages to zero again that were taken and not done; nothing was allocated since.
 
@@ -125,9 +148,16 @@ class PageEdits:
     def _plan_copy(self, source: int, destination: int) -> None:
         """Plans a copy; a reference of the source is its."""
         self._source_of[destination] = source
-        self._held_sources.append(source)
-        self._pool.outside_refs.add_one(source)
+        self._hold(source)
         self.watches = True
+
+    def lend_copies(self) -> tuple[PageCopies, np.ndarray]:
+        """`take_copies` for somebody outside kvjax.core, and int64[n] a block per reference that is theirs now."""
+        held = self.held_sources
+        self._pool.ref_count[:] += np.bincount(held, minlength=self._pool.num_blocks).astype(np.int32)
+        copies = self.take_copies()
+        self._pool.outside_refs.lend(held)
+        return copies, held
 
     def take_copies(self) -> PageCopies:
         """The copies planned since the last call, those excepted whose destinations nobody needs any more."""

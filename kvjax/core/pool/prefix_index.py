@@ -8,7 +8,8 @@ several groups share the pool's ids but no index, so the index is keyed by raw h
 
 Invariant (`check_invariants`):
 
-    P3  a block is registered in exactly the map of its group iff `is_hashed`, under its own hash, once
+    P3  a block is registered in exactly the map of its group iff `is_hashed`, under its own hash and each further one
+        (`InnerHashes`), once
 """
 
 from __future__ import annotations
@@ -22,6 +23,39 @@ from kvjax.core.pool.block_hash_map import BlockHashToBlockMap
 from kvjax.core.pool.cache_tier import TierLink
 from kvjax.core.watch.evicted_blocks import EvictedBlocks
 from kvjax.errors import InvariantError
+
+
+class InnerHashes:
+    """What blocks of a `PrefixIndex` have beside the hash of a full block, for prefixes that end inside them.
+
+    A block that is registered before it is full has the hash of its first tokens as its own. One that is full keeps its
+    hash and gets that of a shorter prefix as a further one. Empty unless hits end inside blocks or states are kept on
+    the way; semantics of cache_partial_block in vLLM 0.33.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens: dict[int, int] = {}  # of a block's own hash, where it is not that of the full block
+        self.further: dict[int, list[BlockHash]] = {}  # of blocks that have more than one
+
+    def __bool__(self) -> bool:
+        return bool(self.num_tokens or self.further)
+
+    def forget(self, block_id: int) -> list[BlockHash]:
+        """A block loses all its hashes; the further ones."""
+        self.num_tokens.pop(block_id, None)
+        return self.further.pop(block_id, [])
+
+    def move(self, source: int, destination: int) -> None:
+        """Another block, which has none, gets what a block has."""
+        if source in self.num_tokens:
+            self.num_tokens[destination] = self.num_tokens.pop(source)
+        if source in self.further:
+            self.further[destination] = self.further.pop(source)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.num_tokens.clear()
+        self.further.clear()
 
 
 class PrefixIndex:
@@ -41,6 +75,7 @@ class PrefixIndex:
         self.tier_link: TierLink | None = None  # is told of what is registered
         self._hash_of = np.full(num_blocks, None, np.object_)  # an object array is no work for the garbage collector
         self._group_of = np.full(num_blocks, group_ids[0], np.int32)  # meant where is_hashed
+        self.inner = InnerHashes()
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         """The hash that a block is registered under."""
@@ -113,6 +148,37 @@ class PrefixIndex:
         if self.tier_link is not None:
             self.tier_link.after_register(np.array([block_ids]), block_hashes, (group_id,))
 
+    def register_inner(self, block_id: int, block_hash: BlockHash, num_tokens: int, group_id: int) -> None:
+        """Registers a block under the hash of a prefix of `num_tokens` tokens that ends inside it, one it has not."""
+        if self.is_hashed[block_id]:
+            self.hash_maps[group_id].insert(block_hash, block_id)
+            self.inner.further.setdefault(block_id, []).append(block_hash)
+        else:
+            self.register_few([block_id], [block_hash], group_id)
+            self.inner.num_tokens[block_id] = num_tokens
+
+    def forget_further(self, ids: np.ndarray) -> list[tuple[BlockHash, int]]:
+        """Removes what hashed blocks have beside their own hashes, which `forget` then removes; hashes and groups."""
+        removed = []
+        for block_id in ids.tolist() if self.inner else ():
+            group_id = self.group_of(block_id)
+            for block_hash in self.inner.forget(block_id):
+                self.hash_maps[group_id].pop(block_hash, block_id)
+                removed.append((block_hash, group_id))
+        return removed
+
+    def move(self, source: int, destination: int) -> None:
+        """Registers a block without a hash in the place of another, under all its hashes."""
+        block_hash, group_id = self._hash_of[source], self.group_of(source)
+        for each in (block_hash, *self.inner.further.get(source, ())):
+            self.hash_maps[group_id].pop(each, source)
+            self.hash_maps[group_id].insert(each, destination)
+        self._hash_of[destination], self._hash_of[source] = block_hash, None
+        self._group_of[destination] = group_id
+        self.is_hashed[destination], self.is_hashed[source] = True, False
+        self.inner.move(source, destination)
+        self.num_losses += 1
+
     def forget(self, ids: np.ndarray, was_reused: bool) -> tuple[list[BlockHash], np.ndarray]:
         """Removes hashed blocks, whose contents go (`was_reused`) or stay.
 
@@ -145,6 +211,7 @@ class PrefixIndex:
             hash_map.clear()
         self._hash_of[:] = None
         self.is_hashed[:] = False
+        self.inner.clear()
         self.num_losses += self.num_hashed
         self.num_hashed = 0
 
@@ -165,8 +232,12 @@ class PrefixIndex:
             for block_id in block_ids
         ]
         hashed = np.flatnonzero(self.is_hashed).tolist()
-        own = [(block_id, self.group_of(block_id), self._hash_of[block_id]) for block_id in hashed]
-        if sorted(registered) != own:
+        own = [
+            (block_id, self.group_of(block_id), block_hash)
+            for block_id in hashed
+            for block_hash in (self._hash_of[block_id], *self.inner.further.get(block_id, ()))
+        ]
+        if sorted(registered) != sorted(own) or not {*self.inner.num_tokens, *self.inner.further} <= set(hashed):
             raise InvariantError(f"P3: the index and the blocks' own hashes differ: {set(registered) ^ set(own)}")
         for group_id, blocks_by_hash in self.snapshot().items():
             num_shared = sum(len(block_ids) > 1 for block_ids in blocks_by_hash.values())

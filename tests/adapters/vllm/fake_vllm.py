@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import kvjax.adapters.vllm.release as release_module
 from kvjax.adapters.vllm.description import REQUIRED
@@ -51,6 +51,11 @@ class PrefixCacheStats:
 
     def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
         self.records.append((num_tokens, num_hits, preempted))
+
+
+class BlockCopy(NamedTuple):
+    src_block_id: int
+    dst_block_id: int
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -108,6 +113,7 @@ def modules_of(description: dict[str, Any]) -> dict[str, ModuleType]:
     for name in ("FullAttentionManager", "SlidingWindowManager", "CrossAttentionManager", "MambaManager"):
         setattr(modules["vllm.v1.core.single_type_kv_cache_manager"], name, ABCMeta(name, (), {}))
     modules["vllm.v1.core.kv_cache_utils"].maybe_convert_block_hash = lambda value: value  # type: ignore[attr-defined]
+    modules["vllm.v1.core.kv_cache_utils"].KVCacheBlockCopy = BlockCopy  # type: ignore[attr-defined]
     interface = modules["vllm.v1.kv_cache_interface"]
     interface.KVCacheSpec = base = type("KVCacheSpec", (), {})  # type: ignore[attr-defined]
     for name, fields in description["fields"].items():

@@ -375,6 +375,76 @@ def test_coordinators_and_managers_pass_for_vllms(vllm: Any) -> None:
     assert isinstance(off.coordinator, coordinators.KVCacheCoordinatorNoPrefixCache)
 
 
+def fine_manager(vllm: Any, checkpoints: int = 0, **options: Any) -> KVCacheManager:
+    """Full attention in hash blocks beside states of two of them."""
+    fields = {"shapes": (1, 1), "dtypes": ("torch.float32",), "mamba_cache_mode": "align", "num_speculative_blocks": 0}
+    more = {
+        "num_prefill_checkpoint_blocks": checkpoints,
+        "prefill_checkpoint_alignment": BLOCK if checkpoints else None,
+    }
+    states = make(vllm.MambaSpec, block_size=2 * BLOCK, dcp_sharded=False, **fields, **more)
+    return manager_of(vllm, spec_of(vllm, "FullAttentionSpec"), states, **options)
+
+
+def test_hits_of_0_33_end_inside_blocks_of_states_and_are_copied(newest: Any) -> None:
+    manager = fine_manager(newest)
+    assert manager.coordinator.enable_partial_hash_hits
+    assert manager.coordinator.scheduler_block_size == 2 * BLOCK
+    owner = request_of("a", list(range(14)))
+    compute(manager, owner, 12)
+    [_, tail] = manager.get_block_ids("a")[1]
+    manager.free(owner)
+    hit, num_tokens, _ = manager.get_computed_blocks(other := request_of("b", [*range(12), 90, 91]))
+    assert (hit.get_block_ids()[1], num_tokens) == ([0, tail], 12)
+    [_, new] = manager.allocate_slots(other, 2, num_tokens, hit).get_block_ids()
+    assert manager.get_block_ids("b")[1] == [0, *new]
+    copies, held = manager.take_kv_cache_block_copies()
+    assert copies == [(tail, new[0])]
+    assert sorted(block.block_id for block in held) == sorted([tail, new[0]])
+    assert [block.ref_cnt for block in sorted(held, key=lambda block: block.block_id == tail)] == [2, 1]
+    manager.block_pool.free_blocks(held)
+    assert manager.take_kv_cache_block_copies() == ([], [])
+    manager._core.check_invariants()
+
+
+def test_the_copy_of_a_state_that_its_request_writes_over_is_offered(newest: Any) -> None:
+    manager = fine_manager(newest)
+    owner = request_of("a", list(range(14)))
+    compute(manager, owner, 12)
+    tail = manager.get_block_ids("a")[1][1]
+    assert manager.take_boundary_state_offloads() == {}
+    compute(manager, owner, 1)
+    [copy], held = manager.take_kv_cache_block_copies()
+    assert copy.src_block_id == tail
+    assert manager.take_boundary_state_offloads() == {"a": [(1, copy.dst_block_id, 12)]}
+    assert manager.finalize_partial_tail_offloads(owner) == []
+    manager.block_pool.free_blocks(held)
+    second = request_of("b", list(range(40, 54)))
+    compute(manager, second, 12)
+    own = manager.get_block_ids("b")[1][1]
+    assert manager.finalize_partial_tail_offloads(second) == [(1, own, 12)]
+    assert manager.finalize_partial_tail_offloads(second) == []
+
+
+def test_checkpoint_blocks_of_0_33_are_taken_and_offered(newest: Any) -> None:
+    manager = fine_manager(newest, checkpoints=1)
+    compute(manager, request_of("a", list(range(30))), 30)
+    [*passed, checkpoint, running] = manager.get_block_ids("a")[1]
+    assert passed == [0, 0]
+    assert checkpoint
+    assert running
+    assert manager.take_boundary_state_offloads() == {"a": [(1, checkpoint, 28)]}
+    hit, num_tokens, *_ = manager.get_computed_blocks_for_connector(request_of("b", list(range(30))))
+    assert (hit.get_block_ids()[1], num_tokens) == ([0, 0, 0, checkpoint], 28)
+
+
+def test_hits_end_at_whole_blocks_where_hash_blocks_are_as_large(newest: Any) -> None:
+    manager = manager_of(newest, spec_of(newest, "FullAttentionSpec"), mamba_of(newest))
+    assert not manager.coordinator.enable_partial_hash_hits
+    with pytest.raises(AssertionError, match="expected tokens of whole blocks of 4 that are hit, got 5"):
+        manager.truncate_computed_blocks(manager.empty_kv_cache_blocks, 5)
+
+
 def test_groups_that_ranks_do_not_share_keep_their_blocks(newest: Any) -> None:
     specs = [spec_of(newest, "FullAttentionSpec", dcp_sharded=sharded) for sharded in (True, False)]
     manager = manager_of(newest, *specs, dcp_world_size=2)
