@@ -218,7 +218,7 @@ OPS_BELOW = {
     "ragged_paged_attention": ("kv_write",),
     "ring_delta_rule": tuple(f"gated_delta_rule.{name}" for name in ("arguments", "reference", "validate")),
     "ring_scan": tuple(
-        f"ssm_update.{name}" for name in ("arguments", "reference", "running_sums", "shapes", "validate")
+        f"ssm_update.{name}" for name in ("arguments", "reference", "running_sums", "shapes", "tpu_decode", "validate")
     ),
     "sparse_mla_attention": ("latent_write",),
     "ssm_update": ("page_ops.tpu_states",),

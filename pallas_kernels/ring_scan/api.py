@@ -18,18 +18,26 @@ state, G groups of heads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
+from pallas_kernels.lazy import lazy
 from pallas_kernels.ring_checks import check_ring_step
 from pallas_kernels.ring_scan import reference, validate, xla_scan
 from pallas_kernels.ring_scan.arguments import Options, Scan, ScanRing
 from pallas_kernels.ring_scan.slots import rows_of_slots
 from pallas_kernels.ring_step import RingArrays
 from pallas_kernels.slab_pages import in_one_column, name_in_slabs
+
+if TYPE_CHECKING:
+    from pallas_kernels.ring_scan import tpu_scan
+    from pallas_kernels.tpu import memory
+else:
+    tpu_scan = lazy("pallas_kernels.ring_scan.tpu_scan")
+    memory = lazy("pallas_kernels.tpu.memory")
 
 
 class RingScanOutput(NamedTuple):
@@ -43,7 +51,7 @@ class RingScanOutput(NamedTuple):
     ring: ScanRing
 
 
-_SCANS = {"reference": reference, "xla": xla_scan}
+_SCANS = {"reference": reference, "xla": xla_scan, "tpu": tpu_scan}
 
 
 def ring_page_shapes(
@@ -99,21 +107,27 @@ def ring_scan(
     the new ones may hold anything afterwards, and are never read. Callers donate states and ring: they are written in
     place.
 
-    TPU and GPU have no kernel of this op; "auto" takes the vectorised path, as it does on CPU.
+    GPUs have no kernel of this op; "auto" takes the vectorised path there, as it does on CPU.
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
         NotImplementedError: the states are Mamba 1's, of which a token's entry is not much smaller than a state; or
             `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    num_slots = validate.check_inputs(Scan(x, dt, a, b, c, d, dt_bias), states, ring, dt_limit)
-    name, path = name_in_slabs(validate.OP, states), xla_scan.path_over(states, ring, state_read.shape[0])
-    chosen = resolve_backend(name, backend, xla=path)
-    if backend == "auto" and chosen == "reference":
-        chosen = "xla"
+    inputs = Scan(x, dt, a, b, c, d, dt_bias)
+    num_slots = validate.check_inputs(inputs, states, ring, dt_limit)
     arrays = RingArrays(query_start_loc, distribution, state_read, state_write, num_held, writes_state)
     check_ring_step(validate.OP, x.shape[0], states.shape[0], num_slots, max_new_tokens, arrays)
-    options = Options((float(dt_limit[0]), float(dt_limit[1])), int(max_new_tokens))
-    pages = in_one_column((states, *ring))
-    out, pages = _SCANS[chosen].ring_scan(Scan(x, dt, a, b, c, d, dt_bias), pages, arrays, options=options)
+    options, pages = (
+        Options((float(dt_limit[0]), float(dt_limit[1])), int(max_new_tokens)),
+        in_one_column((states, *ring)),
+    )
+    reasons = {"tpu": lambda: tpu_scan.reason_not_supported(inputs, [*pages], options.max_new_tokens)}
+    name, path = name_in_slabs(validate.OP, states), xla_scan.path_over(states, ring, state_read.shape[0])
+    chosen = resolve_backend(name, backend, reasons, path)
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, tpu_scan.ring_scan, inputs, pages, arrays, options=options)
+    if backend == "auto" and chosen == "reference":
+        chosen = "xla"
+    out, pages = _SCANS[chosen].ring_scan(inputs, pages, arrays, options=options)
     return RingScanOutput(out, pages[0], ScanRing(pages[1], pages[2], pages[3]))

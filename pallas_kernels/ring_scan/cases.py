@@ -35,7 +35,7 @@ class RingScanCase(RingCase):
 
     op = "ring_scan"
     shapes = SHAPES
-    backends = ("reference", "xla")
+    backends = ("reference", "xla", "tpu")
     of_tokens = OF_TOKENS
     ring_arrays = RING
     copied = ("xs", "bs")
@@ -49,11 +49,15 @@ class RingScanCase(RingCase):
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> RingScanCase:
         """A case of any dtypes, limits and shapes of slots."""
-        del backend
-        heads, head_dim, state_dim, groups = one_of(rng, [(6, 3, 4, 2), (80, 8, 16, 1), (1, 1, 1, 1)])
-        dtypes = ["float32", "bfloat16", "float16"]
+        is_tpu = backend == "tpu"
+        of_tpu, others = (
+            [(4, 64, 128, 2), (8, 32, 128, 1), (48, 8, 128, 3)],
+            [(6, 3, 4, 2), (80, 8, 16, 1), (1, 1, 1, 1)],
+        )
+        heads, head_dim, state_dim, groups = one_of(rng, of_tpu if is_tpu else others)
+        dtypes = ["float32", "bfloat16"] if is_tpu else ["float32", "bfloat16", "float16"]
         limit = one_of(rng, [(0.0, float("inf")), (0.0, 3.0), (0.1, 2.0)])
-        slots = one_of(rng, [1, 4, 8])
+        slots = one_of(rng, [8, 16] if is_tpu else [1, 4, 8])
         return cls(
             tokens=one_of(rng, [1, 9, 20]),
             seqs=6,
@@ -66,7 +70,7 @@ class RingScanCase(RingCase):
             head_dim=head_dim,
             state_dim=state_dim,
             groups=groups,
-            in_rows=int(rng.integers(2)),
+            in_rows=1 if is_tpu else int(rng.integers(2)),
             least_dt=limit[0],
             most_dt=limit[1],
         )

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.references import References, named
-from pallas_kernels.slab_pages import SlabArray
 from pallas_kernels.tpu import slab_refs
 from pallas_kernels.tpu.mosaic import compiler_params
 
@@ -41,7 +40,7 @@ def call(
     outputs: Mapping[str, Any],  # of operands
     vmem_limit_bytes: int,
     scratch: Mapping[str, Any] | None = None,  # memory and semaphores: one, a NamedTuple of some, or None
-    in_place: Mapping[str, jax.Array | SlabArray] | None = None,  # in HBM, changed: a reference and a result
+    in_place: Mapping[str, Any] | None = None,  # pages in HBM, changed: an array, or several; references and results
 ) -> dict[str, Any]:
     """Runs `body(references)` for every step of the grid; the outputs, and what was changed in place, by name.
 
@@ -50,16 +49,18 @@ def call(
     """
     scratch, in_place = scratch or {}, in_place or {}
     taken = {key: slab_refs.operand(x) for key, x in in_place.items()}
-    changed = {key: Operand(jax.ShapeDtypeStruct(x.shape, x.dtype), IN_HBM) for key, x in taken.items()}
+    changed = {key: jax.tree.map(_in_hbm, x) for key, x in taken.items()}
     _, referring = named(references, [scalars, inputs, outputs, changed, scratch], _is_operand)
     prefetched, given = jax.tree.leaves([*scalars.values()]), _operands(inputs)
+    num_outputs, arrays_changed = len(_operands(outputs)), jax.tree.leaves([*taken.values()])
     results = _operands(outputs) + _operands(changed)
     first = len(prefetched) + len(given)  # of the arrays in place among what goes in
     values = [*prefetched, *(operand.value for operand in given)]
-    sources = [*values, *[None] * (len(results) - len(changed)), *in_place.values()]  # of references but scratch
+    sources = [*values, *[None] * num_outputs]  # of references but scratch
+    sources += [part for x in in_place.values() for part in slab_refs.parts(x)]
 
     def kernel(*refs: Any) -> None:
-        own = refs[:first] + refs[first + len(changed) :]  # of an array in place: the result's reference
+        own = refs[:first] + refs[first + len(arrays_changed) :]  # of an array in place: the result's reference
         body(referring([slab_refs.seen_by_kernel(x, ref) for x, ref in zip_longest(sources, own)]))
 
     arrays = pl.pallas_call(
@@ -67,19 +68,23 @@ def call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
             grid=grid if isinstance(grid, tuple) else (grid,),
-            in_specs=[operand.spec for operand in given] + [IN_HBM] * len(changed),
+            in_specs=[operand.spec for operand in given] + [IN_HBM] * len(arrays_changed),
             out_specs=[operand.spec for operand in results],
             scratch_shapes=jax.tree.leaves([*scratch.values()]),
         ),
         out_shape=[operand.value for operand in results],
-        input_output_aliases={first + i: len(results) - len(changed) + i for i in range(len(changed))},
+        input_output_aliases={first + i: num_outputs + i for i in range(len(arrays_changed))},
         compiler_params=compiler_params(vmem_limit_bytes, grid_rank=len(grid) if isinstance(grid, tuple) else 1),
         name=name,
-    )(*map(slab_refs.operand, values), *taken.values())
+    )(*map(slab_refs.operand, values), *arrays_changed)
     both = {**outputs, **changed}
     structure = jax.tree.structure([*both.values()], is_leaf=_is_operand)
     by_name = dict(zip(both, jax.tree.unflatten(structure, arrays), strict=True))
     return by_name | {key: slab_refs.written(x, by_name[key]) for key, x in in_place.items()}
+
+
+def _in_hbm(x: jax.Array) -> Operand:
+    return Operand(jax.ShapeDtypeStruct(x.shape, x.dtype), IN_HBM)
 
 
 def _is_operand(x: Any) -> bool:

@@ -2,6 +2,7 @@
 
 Flow:    SlabArray -> [operand] -> pallas_call -> reference to words -> [seen_by_kernel] -> `.at[page]` in the kernel
          result of pallas_call -> [written] -> SlabArray
+         several arrays at once: a tuple of them, or the SlabColumn in which they share one memory
 Source:  ARCHITECTURE.md, "Pages in slabs"
 
 XLA sees the words alone, so that it neither converts nor copies the memory. A last dimension of 128 words makes memory
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.slab_pages import PlaceInSlab, SlabArray
+from pallas_kernels.slab_pages import PlaceInSlab, SlabArray, SlabColumn
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref, is_interpreted
 
 
@@ -55,15 +56,30 @@ def as_stored(pages: SlabArray) -> SlabArray:
     return replace(pages, place=replace(pages.place, page_shape=pages.place.stored_shape))
 
 
+def parts(value: Any) -> list[Any]:
+    """The values of which `pallas_call` is given one operand each: those of a tuple, and what a column consists of."""
+    if isinstance(value, tuple) or (isinstance(value, SlabColumn) and is_interpreted()):
+        return list(value)
+    return [value]
+
+
 def operand(value: Any) -> Any:
-    """What `pallas_call` is given for a value."""
+    """What `pallas_call` is given for a value; a tuple where it has several `parts`."""
+    if isinstance(value, SlabColumn) and not is_interpreted():
+        return value.memory
+    if isinstance(value, tuple | SlabColumn):
+        return tuple(map(operand, value))
     if not isinstance(value, SlabArray):
         return value
     return value.place.as_stored(value.whole()) if is_interpreted() else value.memory
 
 
-def written(before: Any, result: jax.Array) -> Any:
+def written(before: Any, result: Any) -> Any:
     """A result of `pallas_call` as the value whose `operand` it was changed from."""
+    if isinstance(before, SlabColumn):
+        return _written_column(before, result)
+    if isinstance(before, tuple):
+        return tuple(map(written, before, result))
     if not isinstance(before, SlabArray):
         return result
     if is_interpreted():
@@ -71,8 +87,18 @@ def written(before: Any, result: jax.Array) -> Any:
     return SlabArray(result, before.place)
 
 
+def _written_column(before: SlabColumn, result: Any) -> SlabColumn:
+    if not is_interpreted():
+        return replace(before, memory=result)
+    for i, pages in enumerate(result):
+        before = before.after(written(before[i], pages))
+    return before
+
+
 def seen_by_kernel(value: Any, ref: Ref) -> Ref:
-    """The kernel's reference to a value, of the reference to its `operand`."""
+    """The kernel's reference to a value, of the reference to its `operand`; to a column those to its arrays."""
+    if isinstance(value, SlabColumn):
+        return tuple(seen_by_kernel(array, ref) for array in value)
     if not isinstance(value, SlabArray) or is_interpreted():
         return ref
     numbers = ref.bitcast(jnp.dtype(value.place.dtype))

@@ -85,7 +85,6 @@ def test_mamba1_is_refused() -> None:
         ring_scan(**GOOD | mamba1 | {"c": jnp.zeros((6, 4))})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel_say_so(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"ring_scan: there is no {backend} kernel"):
-        ring_scan(**GOOD, backend=backend)
+def test_a_platform_without_a_kernel_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="ring_scan: there is no gpu kernel"):
+        ring_scan(**GOOD, backend="gpu")
