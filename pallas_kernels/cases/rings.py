@@ -145,8 +145,8 @@ class RingCase(Case, ABC):
 
     @property
     def pool_pages(self) -> int:
-        """Pages of states and rings."""
-        return max(self.num_pages or 1 + POOL_BYTES // self._bytes_of("states"), 1 + self.seqs)
+        """Pages of states and rings; a pool's rings are beyond what a chip keeps beside its memory, too."""
+        return max(self.num_pages or 1 + POOL_BYTES // self._bytes_of(self.ring_arrays[0]), 1 + self.seqs)
 
     @property
     def moved_bytes(self) -> int:

@@ -17,28 +17,39 @@ key, V numbers of a value.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
+from pallas_kernels.lazy import lazy
 from pallas_kernels.ring_checks import check_ring_step
 from pallas_kernels.ring_delta_rule import reference, validate, xla_rule
 from pallas_kernels.ring_delta_rule.arguments import DeltaRing, Inputs
 from pallas_kernels.ring_step import RingArrays
-from pallas_kernels.slab_pages import name_in_slabs
+from pallas_kernels.slab_pages import in_one_column, name_in_slabs
+
+if TYPE_CHECKING:
+    from pallas_kernels.ring_delta_rule import tpu_rule
+    from pallas_kernels.tpu import memory
+else:
+    tpu_rule = lazy("pallas_kernels.ring_delta_rule.tpu_rule")
+    memory = lazy("pallas_kernels.tpu.memory")
 
 
 class RingDeltaOutput(NamedTuple):
-    """Outputs of the new tokens, 0 for padding, in the dtype of `v`; states and ring, those of the step written."""
+    """Outputs of the new tokens, 0 for padding, in the dtype of `v`; states and ring, those of the step written.
+
+    Arrays that came in one column of slabs go out in one: each has the memory with all that was written.
+    """
 
     out: jax.Array
     states: jax.Array
     ring: DeltaRing
 
 
-_RULES = {"reference": reference, "xla": xla_rule}
+_RULES = {"reference": reference, "xla": xla_rule, "tpu": tpu_rule}
 
 
 @by_default_rules
@@ -83,7 +94,7 @@ def ring_delta_rule(
     the new ones may hold anything afterwards, and are never read. Callers donate states and ring: they are written in
     place.
 
-    TPU and GPU have no kernel of this op; "auto" takes the vectorised path, as it does on CPU.
+    GPU has no kernel of this op; "auto" takes the vectorised path there, as it does on CPU.
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
@@ -91,11 +102,15 @@ def ring_delta_rule(
     """
     num_slots = validate.check_inputs(Inputs(q, k, v, g, beta), states, ring)
     options = validate.check_options(q.shape[2], scale, use_qk_l2norm, max_new_tokens)
-    name, path = name_in_slabs(validate.OP, states), xla_rule.path_over(states, ring, state_read.shape[0])
-    chosen = resolve_backend(name, backend, xla=path)
-    if backend == "auto" and chosen == "reference":
-        chosen = "xla"
+    reasons = {"tpu": lambda: tpu_rule.reason_not_supported(v, g, states, ring, options)}
+    path = xla_rule.path_over(states, ring, state_read.shape[0])
+    chosen = resolve_backend(name_in_slabs(validate.OP, states), backend, reasons, path)
     step = RingArrays(query_start_loc, distribution, state_read, state_write, num_held, writes_state)
     check_ring_step(validate.OP, v.shape[0], states.shape[0], num_slots, max_new_tokens, step)
-    out, states, ring = _RULES[chosen].ring_delta_rule(Inputs(q, k, v, g, beta), states, ring, step, options=options)
-    return RingDeltaOutput(out, states, ring)
+    arguments = (Inputs(q, k, v, g, beta), in_one_column((states, *ring)), step)
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, tpu_rule.ring_delta_rule, *arguments, options=options)
+    if backend == "auto" and chosen == "reference":
+        chosen = "xla"
+    out, pages = _RULES[chosen].ring_delta_rule(*arguments, options=options)
+    return RingDeltaOutput(out, pages[0], DeltaRing(pages[1], pages[2], pages[3]))

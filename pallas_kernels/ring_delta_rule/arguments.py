@@ -23,6 +23,10 @@ class DeltaRing(NamedTuple):
     decays: jax.Array  # [pages, R, H] or [pages, R, H, K]: g of each token
 
 
+# states, keys, deltas, decays; those of one column of slabs are a `SlabColumn`
+Pages = tuple[jax.Array, ...]
+
+
 class Options(NamedTuple):
     """What is known when the call is traced."""
 
@@ -30,4 +34,4 @@ class Options(NamedTuple):
     max_new_tokens: int
 
 
-__all__ = ["DeltaRing", "Inputs", "Options"]
+__all__ = ["DeltaRing", "Inputs", "Options", "Pages"]

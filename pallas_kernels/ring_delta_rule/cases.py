@@ -37,8 +37,8 @@ class RingDeltaCase(RingCase):
 
     op = "ring_delta_rule"
     shapes = SHAPES
-    backends = ("reference", "xla")
-    compiled = ()
+    backends = ("reference", "xla", "tpu")
+    compiled = ("tpu",)
     of_tokens = INPUTS
     ring_arrays = ("keys", "deltas", "decays")
     copied = ("keys", "decays")
@@ -54,8 +54,10 @@ class RingDeltaCase(RingCase):
     def random(cls, rng: np.random.Generator, backend: str) -> RingDeltaCase:
         """A case of either kind of decays, any dtypes and options."""
         sizes = [(2, 4, 4, 3), (1, 3, 1, 1), (2, 2, 16, 16)]
+        if backend == "tpu":
+            sizes = [(1, 2, 128, 128), (2, 2, 128, 128), (8, 16, 128, 128)]
         key_heads, heads, key_dim, value_dim = one_of(rng, sizes)
-        dtypes = ["float32", "bfloat16", "float16"]
+        dtypes = ["float32", "bfloat16", *["float16"] * (backend != "tpu")]
         slots = one_of(rng, [1, 4, 8])
         return cls(
             tokens=one_of(rng, [1, 9, 20]),

@@ -20,8 +20,9 @@ from jax import lax
 from pallas_kernels.backends import XlaPath
 from pallas_kernels.gated_delta_rule.reference import by_head, inverse_length, prepared
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.ring_delta_rule.arguments import DeltaRing, Inputs, Options
+from pallas_kernels.ring_delta_rule.arguments import DeltaRing, Inputs, Options, Pages
 from pallas_kernels.ring_step import RingArrays, RingStep, held_entries, with_entries
+from pallas_kernels.slab_pages import replaced
 from pallas_kernels.state_step import with_states
 from pallas_kernels.varying import vary_like
 
@@ -38,26 +39,26 @@ def path_over(states: jax.Array, ring: DeltaRing, num_seqs: int) -> XlaPath:
 
 @functools.partial(jax.jit, static_argnames=("options", "trip_bytes"))
 def ring_delta_rule(
-    inputs: Inputs,
-    states: jax.Array,
-    ring: DeltaRing,
-    arrays: RingArrays,
-    *,
-    options: Options,
-    trip_bytes: int = _TRIP_BYTES,
-) -> tuple[jax.Array, jax.Array, DeltaRing]:
-    """(out, states, ring) as `RingDeltaOutput`."""
+    inputs: Inputs, pages: Pages, arrays: RingArrays, *, options: Options, trip_bytes: int = _TRIP_BYTES
+) -> tuple[jax.Array, Pages]:
+    """(out, pages) as `RingDeltaOutput`."""
     step = RingStep.of(inputs.v.shape[0], arrays, options.max_new_tokens)
-    num_seqs = step.read.shape[0]
-    size = min(num_seqs, max(1, trip_bytes // (4 * math.prod(states.shape[1:]))))
+    size = min(step.read.shape[0], max(1, trip_bytes // (4 * math.prod(pages[0].shape[1:]))))
     with jax.named_scope("outputs"):
-        out, deltas = _outputs(inputs, states, ring, step, options, size)
+        out, deltas = _outputs(inputs, pages, step, options, size)
+        pages = _after_reading(pages, deltas)
     with jax.named_scope("states"):
-        states = _written(states, ring, step, options, size)
+        pages = replaced(pages, 0, _written(pages, step, options, size))
     with jax.named_scope("entries"):
-        entries = DeltaRing(inputs.k, deltas, inputs.g)
-        ring = DeltaRing(*(with_entries(x, step, y) for x, y in zip(ring, entries, strict=True)))
-    return out.astype(inputs.v.dtype), states, ring
+        pages = _after_reading(pages, deltas)
+        for i, entries in enumerate((inputs.k, deltas, inputs.g), start=1):
+            pages = replaced(pages, i, with_entries(pages[i], step, entries))
+    return out.astype(inputs.v.dtype), pages
+
+
+def _after_reading(pages: Pages, found: jax.Array) -> Pages:
+    """`pages`, which nobody reads any more to find something: what is written to them then needs no copy."""
+    return lax.optimization_barrier((pages, found))[0]
 
 
 def num_trips(states_shape: tuple[int, ...], num_seqs: int, num_writing: int) -> dict[str, int]:
@@ -75,9 +76,9 @@ class _Held(NamedTuple):
     base: jax.Array  # [n, H, 1 or K] and of the base state
 
     @classmethod
-    def of(cls, ring: DeltaRing, page: jax.Array, count: jax.Array, options: Options) -> _Held:
-        """Of pages int32[n], so many tokens each."""
-        keys, deltas, decays = (held_entries(array, page, count) for array in ring)
+    def of(cls, pages: Pages, page: jax.Array, count: jax.Array, options: Options) -> _Held:
+        """Of each `page` int32[n], so many tokens."""
+        keys, deltas, decays = (held_entries(pages[i], page, count) for i in (1, 2, 3))
         if options.rule.use_qk_l2norm:
             keys = keys * inverse_length(keys)[..., None]
         keys = jnp.repeat(keys, deltas.shape[2] // keys.shape[2], axis=2)
@@ -91,9 +92,7 @@ class _Held(NamedTuple):
         return self.base[..., None] * states + _product("nrhk,nrhv->nhkv", self.kept * self.keys, self.deltas)
 
 
-def _outputs(
-    inputs: Inputs, states: jax.Array, ring: DeltaRing, step: RingStep, options: Options, size: int
-) -> tuple[jax.Array, jax.Array]:
+def _outputs(inputs: Inputs, pages: Pages, step: RingStep, options: Options, size: int) -> tuple[jax.Array, jax.Array]:
     """(outputs, deltas) float32[T, H, V] of the new tokens, 0 elsewhere."""
     num_tokens, num_seqs, most = inputs.v.shape[0], step.read.shape[0], options.max_new_tokens
     count, order = _those(step.num_new > 0, size)
@@ -104,22 +103,22 @@ def _outputs(
         seq = jnp.minimum(seq, num_seqs - 1)
         num_new = jnp.where(is_real, step.num_new[seq], 0)
         page = jnp.where(is_real, step.read[seq], 0)
-        held = _Held.of(ring, page, jnp.where(is_real, step.held[seq], 0), options)
-        base = states[page].astype(jnp.float32)
+        held = _Held.of(pages, page, jnp.where(is_real, step.held[seq], 0), options)
+        base = pages[0][page].astype(jnp.float32)
         window = _Window.of(held, most)
 
         def token(t: jax.Array, carry: tuple[_Window, jax.Array, jax.Array]) -> tuple[_Window, jax.Array, jax.Array]:
             window, *results = carry
             at = jnp.where(t < num_new, step.starts[seq] + t, num_tokens)
             new = Inputs(*(x.at[at].get(mode="fill", fill_value=0) for x in inputs))
-            window, *found = window.after(by_head(prepared(new, options.rule)), base, ring.keys.shape[1] + t)
+            window, *found = window.after(by_head(prepared(new, options.rule)), base, pages[1].shape[1] + t)
             out, deltas = (x.at[at].set(y, mode="drop") for x, y in zip(results, found, strict=True))
             return window, out, deltas
 
         return lax.fori_loop(0, jnp.max(num_new), token, (window, *carry))[1:]
 
     nothing = jnp.zeros(inputs.v.shape, jnp.float32)
-    carry = vary_like((nothing, nothing), *inputs, states, *ring, *step)
+    carry = vary_like((nothing, nothing), *inputs, *pages, *step)
     return lax.fori_loop(0, -(-count // size), trip, carry)
 
 
@@ -156,7 +155,7 @@ class _Window(NamedTuple):
         return _Window(keys, deltas, kept, base), seen(q, deltas), delta
 
 
-def _written(states: jax.Array, ring: DeltaRing, step: RingStep, options: Options, size: int) -> jax.Array:
+def _written(pages: Pages, step: RingStep, options: Options, size: int) -> jax.Array:
     """The states with those of the sequences that write one."""
     num_seqs = step.read.shape[0]
     count, order = _those(step.state_page > 0, size)
@@ -166,11 +165,11 @@ def _written(states: jax.Array, ring: DeltaRing, step: RingStep, options: Option
         is_real = seq < num_seqs
         seq = jnp.minimum(seq, num_seqs - 1)
         page = jnp.where(is_real, step.read[seq], 0)
-        held = _Held.of(ring, page, jnp.where(is_real, step.held[seq], 0), options)
+        held = _Held.of(replaced(pages, 0, states), page, jnp.where(is_real, step.held[seq], 0), options)
         after = lax.optimization_barrier(held.moved_on(states[page].astype(jnp.float32)))
         return with_states(states, jnp.where(is_real, step.state_page[seq], 0), after)
 
-    return lax.fori_loop(0, -(-count // size), trip, vary_like(states, *ring, *step))
+    return lax.fori_loop(0, -(-count // size), trip, vary_like(pages[0], *pages, *step))
 
 
 def _those(sequences: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

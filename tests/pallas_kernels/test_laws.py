@@ -20,7 +20,11 @@ WRITING = [op for op, case_type in TYPES.items() if case_type().writes]
 every_op = pytest.mark.parametrize("case_type", TYPES.values(), ids=TYPES)
 ATTENTION = ("mla_paged_attention", "ragged_paged_attention", "sparse_mla_attention")
 # Kernels that take long to compile: tests of them over pages in slabs compare one case of each with the oracle too.
-LARGE = {"tpu": (*ATTENTION, "gated_delta_rule", "selective_scan"), "gpu": ATTENTION, "triton": ATTENTION[1:2]}
+LARGE = {
+    "tpu": (*ATTENTION, "gated_delta_rule", "ring_delta_rule", "selective_scan"),
+    "gpu": ATTENTION,
+    "triton": ATTENTION[1:2],
+}
 RANDOM_CASES = [
     pytest.param(op, backend, seed, marks=[pytest.mark.sweep] * (seed > 0 or op in LARGE.get(backend, ())))
     for op, backend in PAIRS

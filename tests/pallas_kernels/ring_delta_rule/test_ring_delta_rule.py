@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache, partial
 from typing import Any
 
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cases.case import Arguments, Results
+from pallas_kernels.cases.case import Arguments, Results, argument_shapes
 from pallas_kernels.cases.compare import assert_close
+from pallas_kernels.cases.in_slabs import in_slabs
 from pallas_kernels.cases.rings import RingStep
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.ring_delta_rule import xla_rule
@@ -66,9 +68,9 @@ def test_random_steps(name: str, backend: str) -> None:
 
 def test_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vectorised path takes two sequences at a time, and the last trip fewer."""
-    monkeypatch.setattr(xla_rule, "_TRIP_BYTES", 2 * 4 * 4 * 4 * 3)
-    traced = partial(xla_rule.ring_delta_rule.__wrapped__, trip_bytes=2 * 4 * 4 * 4 * 3)
-    monkeypatch.setattr(xla_rule, "ring_delta_rule", traced)
+    trip_bytes = 2 * 4 * 4 * 4 * 3
+    monkeypatch.setattr(xla_rule, "_TRIP_BYTES", trip_bytes)
+    monkeypatch.setattr(xla_rule, "ring_delta_rule", partial(xla_rule.ring_delta_rule, trip_bytes=trip_bytes))
     assert xla_rule.num_trips((30, 4, 4, 3), 5, 3) == {"outputs": 3, "states": 2}
     for seed in range(3):
         arrays, step = SMALL.step(np.random.default_rng(seed), [1, 2, 3, 4, 1])
@@ -211,3 +213,37 @@ def test_auto_takes_the_vectorised_path_on_cpu() -> None:
     arguments = SMALL.as_arguments(arrays, step)
     by_auto, by_xla = (run(SMALL, backend, arguments) for backend in ("auto", "xla"))
     np.testing.assert_array_equal(by_auto.outs, by_xla.outs)
+
+
+@BACKENDS
+@KINDS
+def test_arrays_of_one_column_stay_in_one_memory(case: RingDeltaCase, backend: str) -> None:
+    """All that a call writes is in the memory of each result, and a step that donates it copies no memory."""
+    rng = np.random.default_rng(7)
+    given = case.as_arguments(*case.step(rng, [1, 2, 4]))
+    placed = in_slabs(given, rng, packs=False, rest=1)
+    expected = case.call(backend, *given)
+    found = case.call(backend, *placed)
+    memory: Any = found.pages[-1].memory
+    for array, right in zip(found.pages, expected.pages, strict=True):
+        here = dataclasses.replace(array, memory=memory)[jnp.arange(case.num_pages)]  # type: ignore[type-var]
+        np.testing.assert_array_equal(here, right)
+
+    def memory_after(column: Any, rest: Any) -> Any:
+        return case.call(backend, column, rest).pages[-1].memory  # type: ignore[attr-defined]
+
+    text = str(jax.jit(memory_after, donate_argnums=0).lower(*placed).compile().as_text())
+    slabs, rows, _ = placed.pages.memory.shape  # type: ignore[attr-defined]
+    assert "may-alias" in text.splitlines()[0]
+    assert not re.findall(rf"= u32\[{slabs},{rows},128\]\S* copy\(", text)
+
+
+@BACKENDS
+@KINDS
+def test_pages_are_written_in_place(case: RingDeltaCase, backend: str) -> None:
+    """A step that donates states and rings copies none of them."""
+    pages, rest = argument_shapes(dataclasses.replace(case, num_pages=4096))
+    text = str(jax.jit(partial(case.call, backend), donate_argnums=0).lower(pages, rest).compile().as_text())
+    for i, array in enumerate(pages):
+        assert f": ({i}, {{}}, may-alias)" in text.splitlines()[0]
+        assert not re.findall(rf"= \S+\[{array.shape[0]},\S* (?:copy|convert|transpose)\(", text)
