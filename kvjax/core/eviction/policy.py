@@ -92,7 +92,7 @@ class EvictionPolicy(abc.ABC):
         """Some group of the cache forgets: its hits need checkpoints. Said before anything is registered."""
         return
 
-    def note_probation(self, ids: np.ndarray) -> None:
+    def note_probation(self, ids: np.ndarray) -> None:  # integer[...]
         """Registered blocks that a checkpoint keeps which nobody asked for yet: until a hit they are worth least."""
         return
 

@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
-from kvjax.core.pool.block_ids import without_null
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.tables.small_arrays import any_true, count_true
 
@@ -29,11 +28,10 @@ class KeptRows(Protocol):
 
 
 def put_on_probation(pool: BlockPool, block_ids: np.ndarray) -> None:
-    """Tells the policy of int32[...] registered blocks, null ones passed over."""
-    ids = without_null(block_ids.ravel())
-    pool.eviction_policy.note_probation(ids)
+    """Tells the policy of int32[...] registered blocks."""
+    pool.eviction_policy.note_probation(block_ids)
     if pool.tier_link is not None:
-        pool.tier_link.on_probation[ids] = True
+        pool.tier_link.on_probation[block_ids] = True
 
 
 def take_off_probation(pool: BlockPool, block_ids: np.ndarray) -> None:

@@ -300,8 +300,10 @@ class RecurrentManager(SingleTypeKVCacheManager):
             Rows, columns and blocks of all columns from the old ends on.
         """
         held = self.num_blocks[rows]
-        self._table.reserve_columns(int(columns.max()) + 1)
-        self._move_speculative(rows, columns + 1)
+        if self._table.num_columns < self.max_columns:
+            self._table.reserve_columns(int(np.maximum.reduce(columns)) + 1)
+        if self._num_speculative:
+            self._move_speculative(rows, columns + 1)
         self.block_tables[:, rows, columns] = block_ids
         entered = Runs.between(rows, held, columns + 1)
         if entered.is_single:

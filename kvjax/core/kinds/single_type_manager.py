@@ -45,6 +45,7 @@ from kvjax.core.kinds.reserved_blocks import take_reserved_blocks
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
 from kvjax.core.kinds.table_laws import check_tables
+from kvjax.core.pool.block_ids import without_null
 from kvjax.core.spec import NEVER, KVCacheSpec, cdiv
 from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.ints_or_arrays import IntOrArray
@@ -319,7 +320,8 @@ class SingleTypeKVCacheManager(abc.ABC):
             self._register_real(blocks, columns, np.fromiter(block_hashes[cached:full], np.object_, full - cached))
         if self.checkpoints is not None:
             for first, end in self.checkpoints.stretches_on_probation(row, cached, full):
-                put_on_probation(self.block_pool, blocks[:, first - cached : end - cached])
+                ids = blocks[:, first - cached : end - cached].ravel()
+                put_on_probation(self.block_pool, without_null(ids))
         if self.answer_columns is not None and full * self.block_size > self.answer_columns.longest_of(row):
             self._note_answer(row, full - 1, blocks, block_hashes)
         if not self.same_step_hits:
@@ -443,19 +445,20 @@ class SingleTypeKVCacheManager(abc.ABC):
             self._table.discard_behind_n(skipped.rows, starts, skipped.starts + skipped.counts)
         return ids
 
-    def find_registered(self, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find_registered(self, rows: np.ndarray, columns: np.ndarray) -> Entries:
         """Those of int64[k] rows and columns whose blocks are registered: neither null nor without a checkpoint."""
         if self.checkpoints is not None and not self.checkpoints.keeps_every_block:
             kept = self.checkpoints.find_kept(rows, columns)
             rows, columns = rows[kept], columns[kept]
-        if not self.forgets:
-            return rows, columns
-        real = self._table.entries[0, rows, columns].nonzero()[0]
-        return (rows, columns) if real.size == rows.size else (rows[real], columns[real])
-
-    def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
-        """Registers the blocks at int64[k] rows and columns, `find_registered`, under object[k] hashes."""
         ids = self._table.entries[:, rows, columns]
+        if self.forgets and np.count_nonzero(ids) < ids.size:
+            real = ids[0].nonzero()[0]  # groups have their nulls in the same columns
+            return rows[real], columns[real], ids[:, real]
+        return rows, columns, ids
+
+    def register(self, entries: Entries, block_hashes: np.ndarray) -> None:
+        """Registers k blocks of each group, `find_registered`, under object[k] hashes."""
+        rows, columns, ids = entries
         self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
         if self.checkpoints is not None and self.checkpoints.has_probation:
             own = self.checkpoints.find_own(rows, columns)

@@ -52,13 +52,13 @@ class BlockRegistrar:
         rows, columns = filled.entries()
         if manager.computed_blocks is not None:
             manager.computed_blocks.add(self._hashes(manager.block_size, rows, columns))
-        rows, columns = manager.find_registered(rows, columns)
+        entries = rows, columns, ids = manager.find_registered(rows, columns)
         if not rows.size:
             return
-        manager.register(rows, columns, self._hashes(manager.block_size, rows, columns))
+        manager.register(entries, self._hashes(manager.block_size, rows, columns))
         if manager.block_pool.origins is not None:
             origins = [request.origin for row in rows.tolist() if (request := self._table.requests[row]) is not None]
-            manager.block_pool.origins.note_many(manager.block_tables[:, rows, columns], origins)
+            manager.block_pool.origins.note_many(ids, origins)
 
     def _hashes(self, block_size: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """object[k] the hash of each entry of a table with blocks of that size."""

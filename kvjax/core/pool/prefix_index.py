@@ -24,6 +24,8 @@ from kvjax.core.pool.cache_tier import TierLink
 from kvjax.core.watch.evicted_blocks import EvictedBlocks
 from kvjax.errors import InvariantError
 
+FEW_BLOCKS = 64  # of several groups: so many are forgotten faster one by one
+
 
 class InnerHashes:
     """What blocks of a `PrefixIndex` have beside the hash of a full block, for prefixes that end inside them.
@@ -187,10 +189,13 @@ class PrefixIndex:
         """
         hashes, groups = self.contents_of(ids)
         present = set(groups.tolist()) if self.has_groups else self.hash_maps.keys()
-        for group_id in present:
-            if len(present) == 1:
-                self.hash_maps[group_id].pop_n(hashes, ids)
-            else:
+        if len(present) == 1:
+            self.hash_maps[min(present)].pop_n(hashes, ids)
+        elif ids.size <= FEW_BLOCKS:
+            for block_hash, group_id, block_id in zip(hashes, groups.tolist(), ids.tolist(), strict=True):
+                self.hash_maps[group_id].pop(block_hash, block_id)
+        else:
+            for group_id in present:
                 of_group = np.flatnonzero(groups == group_id)
                 self.hash_maps[group_id].pop_n([hashes[i] for i in of_group.tolist()], ids[of_group])
         self._hash_of[ids] = None

@@ -186,8 +186,6 @@ class SlabMemory:
         own_ranks = taker.policy.ranks[own]
         num_own = 0
         others = [each for each in self.pools if each is not taker]
-        for each in others:
-            self._whole[each.number].check(taker.slabs_for(num_blocks))
         slabs: list[list[int]] = [[] for _ in self.pools]
         while num_blocks > 0:
             giver, rank = self._oldest_of(others, may_look=not any(slabs))
@@ -197,8 +195,12 @@ class SlabMemory:
                 num_blocks -= num_older - num_own
                 num_own = num_older
             elif giver is not None:
+                is_first = not any(slabs)
                 slabs[giver.number].append(self._whole[giver.number].take())
                 num_blocks -= taker.blocks_per_slab
+                if is_first:  # mostly there are more to come
+                    for each in others:
+                        self._whole[each.number].check(taker.slabs_for(num_blocks))
             else:
                 break
         for each in others:

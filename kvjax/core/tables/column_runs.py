@@ -72,8 +72,10 @@ class Runs(NamedTuple):
 
     def _count_from(self, starts: np.ndarray, descending: bool) -> np.ndarray:
         """Per row as many integers as it has columns, from int64[m] `starts` up, or down to `starts`."""
-        inner = np.arange(self.num_columns) - self.spread(self.counts.cumsum() - self.counts)
-        return self.spread(starts) + (self.spread(self.counts) - 1 - inner if descending else inner)
+        before = self.counts.cumsum() - self.counts
+        if descending:
+            return self.spread(starts + self.counts - 1 + before) - np.arange(self.num_columns)
+        return self.spread(starts - before) + np.arange(self.num_columns)
 
 
 _NONE = np.empty(0, np.int64)
