@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvjax.core.kinds.retention import Retention
 from kvjax.core.spec import cdiv
 from kvjax.core.tables.ints_or_arrays import IntOrArray, at_least, at_most, choose
 
 ANSWER_TOKENS = 64
+NONE_AHEAD = 0  # as `longest`
 
 
 @dataclass(frozen=True)
 class AnswerColumns:
-    """The columns of one manager. `longest` is `longest_of` the rows, which one look-up serves all rules with."""
+    """The columns of one manager. `longest` is `longest_of` the rows, looked up once for all rules."""
 
     retention: Retention
     block_size: int  # tokens of a column
@@ -40,22 +43,35 @@ class AnswerColumns:
         longest = self.retention.longest
         return longest.item(row) if isinstance(row, int) else longest[row]
 
-    def end(self, longest: IntOrArray, num_tokens: IntOrArray) -> IntOrArray:
+    def longest_ahead(
+        self, rows: np.ndarray, num_slots: np.ndarray, num_columns: np.ndarray
+    ) -> np.ndarray | int:  # int64[n]
+        """`longest_of` rows with int64[n] slots and registered columns; `NONE_AHEAD` if all are behind it."""
+        longest = self.retention.longest[rows]
+        is_behind = np.minimum(num_slots - 1, num_columns * self.block_size) >= longest
+        return NONE_AHEAD if np.logical_and.reduce(is_behind) else longest
+
+    def end(self, longest: int | IntOrArray, num_tokens: IntOrArray) -> IntOrArray:
         """How many columns end where the one of the state after `num_tokens` tokens does."""
         size, unit = self.block_size, self.unit
         behind = at_most((num_tokens + (unit - 1)) // unit * (unit // size), self.most_columns)
+        if longest is NONE_AHEAD:
+            return behind
         return choose(num_tokens <= longest, (num_tokens + (size - 1)) // size, behind)
 
-    def full(self, longest: IntOrArray, num_tokens: IntOrArray) -> IntOrArray:
+    def full(self, longest: int | IntOrArray, num_tokens: IntOrArray) -> IntOrArray:
         """How many columns end at or before the last state to register of a row's first `num_tokens` tokens."""
         size, unit = self.block_size, self.unit
-        registered = at_least(num_tokens // unit * (unit // size), longest // size)
-        return at_most(registered, num_tokens // size)
+        behind = num_tokens // unit * (unit // size)
+        if longest is NONE_AHEAD:
+            return behind
+        return at_most(at_least(behind, longest // size), num_tokens // size)
 
-    def next_full(self, longest: IntOrArray, num_columns: IntOrArray) -> IntOrArray:
+    def next_full(self, longest: int | IntOrArray, num_columns: IntOrArray) -> IntOrArray:
         """The fewest tokens that fill more than so many columns."""
         tokens, unit = num_columns * self.block_size, self.unit
-        return choose(tokens < longest, tokens + self.block_size, tokens // unit * unit + unit)
+        behind = tokens // unit * unit + unit
+        return behind if longest is NONE_AHEAD else choose(tokens < longest, tokens + self.block_size, behind)
 
 
 __all__ = ["ANSWER_TOKENS", "AnswerColumns"]

@@ -269,7 +269,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         if columns is None:
             required, full = (num_slots + (size - 1)) // size, num_cacheable // size
         else:
-            longest = columns.longest_of(rows)
+            longest = columns.longest_ahead(rows, num_slots, cached)
             required, full = columns.end(longest, num_slots), columns.full(longest, num_cacheable)
         if speculative:
             required += speculative

@@ -185,13 +185,14 @@ class RowBlocks:
         `num_computed` are the tokens that the step starts from, `num_tokens` the slots without lookahead.
         """
         new_ids = []
-        held = [manager.num_blocks.item(row) for manager in self._groups.managers]
+        most = self._groups.checkpoints_in_step
+        held = [manager.num_blocks.item(row) for manager in self._groups.managers] if most else []
         for manager in self._groups.managers:
             slots = min(num_slots, num_tokens) if manager.holds_states else num_slots
             copies = take_first_copy(manager, row) if manager.first_copies else None
             ids = manager.allocate_new_blocks(row, manager.slots_of(slots, num_encoder_tokens))
             new_ids.append(ids if copies is None else np.concatenate([copies, ids], axis=1))
-        if self._take_checkpoints(row, num_computed, min(num_slots, num_tokens)):
+        if most and self._take_checkpoints(row, num_computed, min(num_slots, num_tokens)):
             new_ids = [
                 manager.block_tables[:, row, first : manager.num_blocks.item(row)].copy()
                 for manager, first in zip(self._groups.managers, held, strict=True)
@@ -201,7 +202,7 @@ class RowBlocks:
     def _take_checkpoints(self, row: int, num_computed: int, num_tokens: int) -> bool:
         """Takes blocks for states that a step leaves on its way to `num_tokens`, if there is room; whether it did."""
         retention, most = self._groups.retention, self._groups.checkpoints_in_step
-        if not most or retention is None or num_tokens - num_computed < 2:
+        if retention is None or num_tokens - num_computed < 2:
             return False
         between = np.array(retention.lengths_between(num_computed, num_tokens, retention.lengths_of(row))[-most:])
         needs = [0] * len(self._groups.pools)
