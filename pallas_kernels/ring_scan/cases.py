@@ -36,6 +36,7 @@ class RingScanCase(RingCase):
     op = "ring_scan"
     shapes = SHAPES
     backends = ("reference", "xla", "tpu")
+    compiled = ("tpu",)
     of_tokens = OF_TOKENS
     ring_arrays = RING
     copied = ("xs", "bs")

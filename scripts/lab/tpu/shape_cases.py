@@ -23,6 +23,7 @@ IN_SLABS = {
     "page_ops": "slabs=8 before=12",
     "ragged_paged_attention": "slabs=65 rest=32 page=16 heads=16 kv_heads=2 head_dim=256 write=1",
     "ring_delta_rule": "slabs=1 before=96",
+    "ring_scan": "slabs=1 before=96",
     "selective_scan": "slabs=1 before=96 model=jamba-1.5-mini",
     "sparse_mla_attention": "slabs=8 rest=8",
 }
