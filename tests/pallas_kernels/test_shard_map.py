@@ -7,6 +7,7 @@ one device does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +20,11 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule, reference
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ring_scan import RingScanOutput, ScanRing, ring_scan
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.pallas_kernels.gated_delta_rule import test_validate as delta
+from tests.pallas_kernels.ring_scan import test_validate as ring_scan_cases
 from tests.pallas_kernels.ssm_update import test_validate as ssm
 
 HEADS = PartitionSpec(None, "tp")
@@ -95,6 +98,21 @@ def test_recurrent_layers(backend: str) -> None:
             *(case[name] for name in ("x", "states", "dt", "a", "b", "c")),
         )
         assert out[0].shape == case["x"].shape
+
+
+@PLAIN
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_rings_of_mamba2(is_whole: bool, backend: str) -> None:
+    """Groups are split with their heads, or one group is whole on every device, and so is what rings have of it."""
+    good = ring_scan_cases.GOOD
+    groups, of_groups = (NONE, NONE) if is_whole else (HEADS, PartitionSpec(None, None, "tp"))
+    rings = ScanRing(*(PartitionSpec(None, None, "tp"),) * 2, of_groups)
+    step = {name: x for name, x in good.items() if name not in ("x", "states", "dt", "a", "b", "c", "ring")}
+    arrays = tuple(good[name] for name in ("x", "states", "dt", "a", "b", "c", "ring"))
+    specs = (HEADS, HEADS, HEADS, PartitionSpec("tp"), groups, groups, rings)
+    call = partial(ring_scan, **step, backend=backend)
+    out = traced(call, specs, RingScanOutput(HEADS, HEADS, rings), *arrays)
+    assert jax.tree.map(jnp.shape, tuple(out)) == jax.tree.map(jnp.shape, (good["x"], good["states"], good["ring"]))
 
 
 @PLAIN

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cases.case import Arguments, Results, argument_shapes
+from pallas_kernels.cases.case import Arguments, Results, argument_shapes, parse
 from pallas_kernels.cases.compare import assert_close
 from pallas_kernels.cases.in_slabs import in_slabs
 from pallas_kernels.cases.rings import Arrays, RingStep
@@ -224,6 +224,19 @@ def test_pages_are_written_in_place(backend: str) -> None:
     for i, array in enumerate(pages):
         assert f": ({i}, {{}}, may-alias)" in text.splitlines()[0]
         assert not re.findall(rf"= \S+\[{array.shape[0]},\S* (?:copy|convert|transpose)\(", text)
+
+
+@pytest.mark.parametrize("slots", [8, 16, 32])
+@pytest.mark.parametrize("model", ["mamba2-2.7b", "nemotron-h-8b", "granite-4.0-h-small"])
+def test_a_decoding_step_moves_six_tenths_of_the_states(model: str, slots: int) -> None:
+    """Bytes of states and rings, one state written in as many steps as there are slots: of those of selective_scan."""
+    case = parse(RingScanCase, [f"model={model}", "tokens=64", f"slots={slots}"])
+    assert isinstance(case, RingScanCase)
+    (shape, _), *_ = case.page_shapes.values()
+    plain = 2 * case.seqs * 4 * np.prod(shape)
+    assert 0.5 < case.moved_bytes / plain < 0.58
+    rounded = dataclasses.replace(case, state_dtype="bfloat16")
+    assert 0.5 < 2 * rounded.moved_bytes / plain < 0.6
 
 
 def test_slots_of_rows_are_whole_words() -> None:
