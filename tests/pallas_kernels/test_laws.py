@@ -21,7 +21,7 @@ every_op = pytest.mark.parametrize("case_type", TYPES.values(), ids=TYPES)
 ATTENTION = ("mla_paged_attention", "ragged_paged_attention", "sparse_mla_attention")
 # Kernels that take long to compile: tests of them over pages in slabs compare one case of each with the oracle too.
 LARGE = {
-    "tpu": (*ATTENTION, "gated_delta_rule", "ring_delta_rule", "selective_scan"),
+    "tpu": (*ATTENTION, "gated_delta_rule", "ring_delta_rule", "ring_scan", "selective_scan"),
     "gpu": ATTENTION,
     "triton": ATTENTION[1:2],
 }
