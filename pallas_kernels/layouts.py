@@ -38,7 +38,7 @@ _DTYPE_BITS = {
 }
 
 KV_CACHE_DTYPES = tuple(_DTYPE_BITS)
-_STATE_DTYPE_BITS = {"int16": 16}  # of recurrent states alone
+_STATE_DTYPE_BITS = {"int16": 16, "int32": 32}  # of recurrent states alone
 
 # Logical axis names; the caller maps them to mesh axes (or to None) when it makes PartitionSpecs.
 PAGE_AXIS = "page"
@@ -208,14 +208,19 @@ def latent_layout(*, head_dim: int, page_size: int, dtype: str, platform: str = 
 
 
 def recurrent_layout(
-    *, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], platform: str = "cpu"
+    *,
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[str, ...],
+    head_axes: tuple[int, ...] | None = None,
+    platform: str = "cpu",
 ) -> PageLayout:
     """Layout of states of recurrent layers, one a page: an array per shape, the same on every platform.
 
-    Heads, or whatever tensor parallelism splits, are the first dimension of every shape.
+    Heads, or whatever tensor parallelism splits, are the dimension `head_axes` of each shape; None: the first.
 
     Raises:
-        ValueError: not a dtype for each of one or more shapes, a size is not positive, or the platform is unknown.
+        ValueError: not a dtype and an axis for each of one or more shapes, a size is not positive, or the platform is
+            unknown.
     """
     if platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
         raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")
@@ -223,10 +228,17 @@ def recurrent_layout(
         raise ValueError(f"expected a dtype for each of one or more shapes, got {shapes} and {dtypes}")
     if any(size < 1 for shape in shapes for size in shape):
         raise ValueError(f"expected sizes >= 1 in shapes, got {shapes}")
+    axes = (0,) * len(shapes) if head_axes is None else head_axes
+    if len(axes) != len(shapes) or not all(0 <= axis < len(shape) for axis, shape in zip(axes, shapes, strict=True)):
+        raise ValueError(f"expected an axis of heads in each of {shapes}, got {head_axes}")
     for dtype in dtypes:
         dtype_bits(dtype)
     arrays = tuple(
-        ArrayLayout(f"state_{i}", shape, dtype, (HEAD_AXIS, *(f"state_dim_{axis}" for axis in range(1, len(shape)))))
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        ArrayLayout(f"state_{i}", shape, dtype, _state_axes(len(shape), axis))
+        for i, (shape, dtype, axis) in enumerate(zip(shapes, dtypes, axes, strict=True))
     )
     return PageLayout("recurrent", 1, arrays)
+
+
+def _state_axes(rank: int, head_axis: int) -> tuple[str, ...]:
+    return tuple(HEAD_AXIS if axis == head_axis else f"state_dim_{axis}" for axis in range(rank))

@@ -35,7 +35,7 @@ from kvjax.configs import load_model_config
 from kvjax.core.kinds.retention import default_interval
 from kvjax.planning import Load, with_state_blocks
 from kvjax.planning.slabs import common_columns
-from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
+from kvjax.planning.states.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import ReplayConfig, TraceRequest, read_trace, run_replay
 from kvjax.replay.bounds import CacheCosts, PromptTree, free_exchange
 from kvjax.replay.bounds.pieces import CHECKPOINT_TOKENS

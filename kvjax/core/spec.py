@@ -36,7 +36,11 @@ class StatePages(Protocol):
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of a step that have pages for states of their own."""
+        """Most drafts of a step."""
+
+    @property
+    def num_speculative_blocks(self) -> int:
+        """Drafts that have pages for states of their own; of others the states take in none until it is accepted."""
 
     def pages_of_drafts(
         self,
@@ -44,7 +48,7 @@ class StatePages(Protocol):
         num_blocks: np.ndarray,  # int64[rows]
         rows: np.ndarray,  # int64[S]
         num_tokens: np.ndarray,  # int64[S]
-    ) -> np.ndarray:  # int32[S, num_drafts]
+    ) -> np.ndarray:  # int32[S, num_speculative_blocks]
         """Pages for the states before the last of `num_tokens` tokens, the next to last one's in the last column.
 
         A state that a block is cached with is in that block's page.

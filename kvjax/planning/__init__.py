@@ -5,13 +5,14 @@ No jax: the planner runs where no accelerator is.
 """
 
 from kvjax.planning.grouping import LayerGroup, group_layers
-from kvjax.planning.idle_states import with_idle_states
 from kvjax.planning.load import Load
 from kvjax.planning.parallel import Parallelism, RankShare
 from kvjax.planning.plan import KVCachePlan, plan_kv_cache
 from kvjax.planning.shape import CacheShape
 from kvjax.planning.spec_rules import per_device, promoted
-from kvjax.planning.state_blocks import with_state_blocks
+from kvjax.planning.states.idle_states import with_idle_states
+from kvjax.planning.states.ring_states import with_ring_states
+from kvjax.planning.states.state_blocks import with_state_blocks
 from kvjax.planning.summary import GroupPlanSummary, PoolPlan
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "plan_kv_cache",
     "promoted",
     "with_idle_states",
+    "with_ring_states",
     "with_state_blocks",
 ]

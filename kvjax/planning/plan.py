@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from kvjax.errors import MemoryBudgetError
 from kvjax.planning.grouping import LayerGroup
-from kvjax.planning.idle_states import idle_groups_of
 from kvjax.planning.load import Load
 from kvjax.planning.parallel import Parallelism
 from kvjax.planning.shape import CacheShape, GroupShape
 from kvjax.planning.sizing import PoolNeed, check_sizes, requests_that_fit, size_pools
 from kvjax.planning.slabs import SlabShape, common_columns
 from kvjax.planning.spec_rules import replicated
+from kvjax.planning.states.idle_states import idle_groups_of
 from kvjax.planning.summary import GroupPlanSummary, KeptCache, PoolPlan, group_summaries, pool_plans
 
 DEFAULT_MAX_IN_FLIGHT_TOKENS = 8_192

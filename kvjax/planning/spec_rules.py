@@ -7,7 +7,7 @@ Source:  promotion and merging of specs: vLLM v1/kv_cache_interface.py; head rep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import singledispatch
 from math import gcd
@@ -69,8 +69,8 @@ def _(spec: AttentionSpec) -> int:
 
 @num_shards.register
 def _(spec: StateArraysSpec) -> int:
-    """All arrays of a state are split along their first dimension."""
-    return gcd(*(shape[0] for shape in spec.shapes))
+    """All arrays of a state are split along their heads or channels."""
+    return gcd(*(shape[axis] for shape, axis in zip(spec.shapes, spec.head_axes, strict=True)))
 
 
 @singledispatch
@@ -88,7 +88,7 @@ def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
 @per_device.register
 def _(spec: StateArraysSpec, tensor_parallel: int) -> KVCacheSpec:
     parts = min(tensor_parallel, num_shards(spec))
-    return replace(spec, shapes=tuple((shape[0] // parts, *shape[1:]) for shape in spec.shapes), page_size_padded=None)
+    return replace(spec, shapes=_with_heads(spec, lambda heads: heads // parts), page_size_padded=None)
 
 
 def share_of_page(spec: KVCacheSpec, num_ranks: int) -> KVCacheSpec:
@@ -110,7 +110,13 @@ def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
 @replicated.register
 def _(spec: StateArraysSpec, tensor_parallel: int) -> KVCacheSpec:
     copies = max(tensor_parallel // num_shards(spec), 1)
-    return replace(spec, shapes=tuple((shape[0] * copies, *shape[1:]) for shape in spec.shapes), page_size_padded=None)
+    return replace(spec, shapes=_with_heads(spec, lambda heads: heads * copies), page_size_padded=None)
+
+
+def _with_heads(spec: StateArraysSpec, change: Callable[[int], int]) -> tuple[tuple[int, ...], ...]:
+    """The shapes with other counts of heads."""
+    places = zip(spec.shapes, spec.head_axes, strict=True)
+    return tuple((*shape[:axis], change(shape[axis]), *shape[axis + 1 :]) for shape, axis in places)
 
 
 @singledispatch

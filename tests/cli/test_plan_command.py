@@ -11,7 +11,7 @@ import pytest
 from kvjax.cli.main import main
 from kvjax.configs import known_models, load_model_config
 from kvjax.planning import with_state_blocks
-from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
+from kvjax.planning.states.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import BatchingConfig, ReplayConfig, generate_workload, run_replay, write_trace
 
 

@@ -35,7 +35,7 @@ class Family:
 
     One whose layers keep the caches of another family's, with other projections or experts say, is a `variant`: its
     logits and tokens are compared, and what scheduling does to it is left to sweeps. With `memory_bytes` its kinds of
-    layers share one memory of so many.
+    layers share one memory of so many, with `ring_tokens` its recurrent states have rings.
     """
 
     name: str  # of its folder in goldens
@@ -45,10 +45,13 @@ class Family:
     max_model_len: int = 136  # the longest prompt and its continuation
     streaming: StreamingWindow | None = None
     memory_bytes: int | None = None
+    ring_tokens: int | None = None
 
     @property
     def id(self) -> str:
         """What names it among all."""
+        if self.ring_tokens is not None:
+            return f"{self.name}_in_rings"
         return self.name if self.memory_bytes is None else f"{self.name}_in_slabs"
 
 
@@ -89,11 +92,18 @@ IN_SLABS = tuple(
     for name in ("jamba", "granite_moe_hybrid", "qwen3_next", "qwen3_5", "kimi_linear", "nemotron_h", "gemma4")
 )
 
+IN_RINGS = tuple(
+    Family(name, ring_tokens=8) for name in ("granite_moe_hybrid", "qwen3_next", "qwen3_5", "kimi_linear", "nemotron_h")
+)
+
 
 def _every_family(*, variants: bool) -> pytest.MarkDecorator:
     """Of a module's scope: pytest runs all tests of a family one after another, in a process that has its step."""
-    in_sweeps = [family for family in (*FAMILIES, *IN_SLABS) if family in IN_SLABS or (family.variant and not variants)]
-    marks = {family: [pytest.mark.sweep] if family in in_sweeps else [] for family in (*FAMILIES, *IN_SLABS)}
+    others = (*IN_SLABS, *IN_RINGS)
+    marks = {
+        family: [pytest.mark.sweep] if family in others or (family.variant and not variants) else []
+        for family in (*FAMILIES, *others)
+    }
     params = [pytest.param(family, id=family.id, marks=marks[family]) for family in marks]
     return pytest.mark.parametrize("family", params, scope="module")
 
@@ -171,6 +181,8 @@ def engine_config(family: Family, **settings: Any) -> EngineConfig:
         watermark=0.0,
         state_block_size=None,  # one plan for engines with a cache and without; `test_state_blocks` has short ones
     )
+    if family.ring_tokens is not None:
+        base = dataclasses.replace(base, ring_tokens=family.ring_tokens)
     if family.memory_bytes is not None:
         base = dataclasses.replace(base, num_blocks=None, memory_bytes=family.memory_bytes, one_memory=True)
     return dataclasses.replace(base, **settings)

@@ -46,17 +46,22 @@ def draft_model(family: Family, name: str | None) -> LoadedModel | None:
 
 
 @functools.cache
-def base_engine(family: Family, draft_name: str | None = None) -> LLMEngine:
+def base_engine(family: Family, draft_name: str | None = None, async_scheduling: bool = False) -> LLMEngine:
     """Holds compiled steps; runs nothing itself."""
     method = "prompt_lookup" if draft_name is None else "draft_model"
-    config = engine_config(family, speculative=SpeculativeConfig(method=method, num_drafts=NUM_DRAFTS))
+    speculative = SpeculativeConfig(method=method, num_drafts=NUM_DRAFTS)
+    config = engine_config(family, speculative=speculative, async_scheduling=async_scheduling)
     like = None if draft_name is None or family.memory_bytes is not None else base_engine(family)
     return LLMEngine(loaded(family), config, draft_model=draft_model(family, draft_name), like=like)
 
 
 def speculating_engine(family: Family, draft_name: str | None = None, **settings: Any) -> LLMEngine:
-    """An engine with settings of its own that compiles nothing."""
-    base = base_engine(family, draft_name)
+    """An engine with settings of its own that compiles nothing.
+
+    How a draft model's cache and the target's divide a memory hangs on how many steps are in flight.
+    """
+    divides = draft_name is not None and family.memory_bytes is not None
+    base = base_engine(family, draft_name, divides and settings.get("async_scheduling", False))
     config = replace(base.config, **settings)
     return LLMEngine(loaded(family), config, draft_model=draft_model(family, draft_name), like=base)
 

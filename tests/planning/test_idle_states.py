@@ -27,7 +27,7 @@ def test_a_layer_becomes_two() -> None:
     split = with_idle_states({"a": FULL, "s": STATE}, "int8")
     assert list(split) == ["a", "s", "s.idle"]
     assert split["a"] is FULL
-    assert split["s"] == RunningStateSpec(**{**vars(STATE), "mamba_cache_mode": "none"})
+    assert split["s"] == RunningStateSpec.of(STATE)
     shapes = (*STATE.shapes, (8,))
     assert split["s.idle"] == replace(STATE, shapes=shapes, dtypes=("bfloat16", "int8", "float32"))
 
@@ -74,7 +74,7 @@ def test_an_idle_cache_keeps_more_checkpoints(one_memory: bool, dtype: str, leas
 
 
 def test_pairs_that_do_not_fit_are_refused() -> None:
-    running = RunningStateSpec(**{**vars(STATE), "mamba_cache_mode": "none"})
+    running = RunningStateSpec.of(STATE)
     pools = tuple(KVCachePoolSpec(10) for _ in range(3))
 
     def config(pair: tuple[int, int], idle: MambaSpec = STATE) -> KVCacheConfig:
@@ -90,6 +90,6 @@ def test_pairs_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             config(pair, idle)
     with pytest.raises(ValueError, match="expected mamba_cache_mode none of running states, got align"):
-        RunningStateSpec(**vars(STATE))
+        replace(RunningStateSpec.of(STATE), mamba_cache_mode="align")
     with pytest.raises(NotImplementedError, match="for their idle states, got none"):
         plan_kv_cache({"s.idle": STATE, "a": FULL}, max_model_len=64, num_blocks=20)

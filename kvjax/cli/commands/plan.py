@@ -19,11 +19,11 @@ from kvjax.core import KVCacheManager, KVCacheSpec
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
 from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
-from kvjax.planning.deployed_specs import deployed_specs
 from kvjax.planning.load import USUAL_RUNNING, USUAL_TOKENS
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
-from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
+from kvjax.planning.states.deployed_specs import deployed_specs
+from kvjax.planning.states.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import read_trace
 from kvjax.replay.requests.trace import cut_tails
 from kvjax.replay.working_set import load_of

@@ -22,7 +22,7 @@ from kvjax.cli.options.types import (
 )
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.hashing.block_hash import ALGORITHMS
-from kvjax.planning.idle_states import IDLE_STATE_DTYPES
+from kvjax.planning.states.idle_states import IDLE_STATE_DTYPES
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from kvjax.configs import known_models, load_model_config
 from kvjax.core import KVCacheSpec
 from kvjax.errors import ConfigError
 from kvjax.planning import Load
-from kvjax.planning.deployed_specs import deployed_specs
-from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
+from kvjax.planning.states.deployed_specs import deployed_specs
+from kvjax.planning.states.state_blocks import STATE_BLOCK_SIZE
 from kvjax.replay import (
     REPLAY_POLICIES,
     WORKLOADS,

@@ -95,6 +95,8 @@ class GroupManagers:
         self._register_what_hits_need()
         self._keep_inner_states()
         self.states_on_the_way = self._find_states_on_the_way()
+        recurrent = (manager for manager in self.managers if isinstance(manager, RecurrentManager))
+        self.rings = tuple(manager for manager in recurrent if manager.has_drafts_in_rings)
         self.checkpoints_in_step = self.options.checkpoints_in_step if self.states_on_the_way else 0
         if self.releasing:
             for pool in pools:

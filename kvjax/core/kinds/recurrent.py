@@ -87,7 +87,36 @@ class RecurrentManager(SingleTypeKVCacheManager):
     @property
     def state_blocks(self) -> StateBlocks | None:
         """Where steps must end, so that what is cached is right."""
-        return StateBlocks(self.block_size, self._num_speculative) if self.enable_caching else None
+        return StateBlocks(self.block_size, self.kv_cache_spec.num_drafts) if self.enable_caching else None
+
+    @property
+    def has_drafts_in_rings(self) -> bool:
+        """Whether drafts have no states: what they add is in the page of the row's running state."""
+        return self.kv_cache_spec.num_drafts > self._num_speculative
+
+    def tokens_left(self, rows: np.ndarray, num_computed: np.ndarray) -> np.ndarray:  # int64[n]
+        """Tokens up to the end of the running columns of rows with int64[n] computed tokens; 0: new ones come next."""
+        return self.num_blocks[rows] * self.block_size - num_computed
+
+    def check_rings(self, rows: np.ndarray, num_computed: np.ndarray, after: np.ndarray) -> None:
+        """Checks steps of int64[n] rows that have drafts in rings: a page that may be hit has all tokens of its column.
+
+        Without caching a prompt's steps may end anywhere; `limit_drafts` is for others.
+
+        Raises:
+            ValueError: a step begins inside the running column, and ends behind it.
+        """
+        if not self.enable_caching:
+            return
+        left = self.tokens_left(rows, num_computed)
+        bad = (num_computed > 0) & (left > 0) & (after - num_computed > left)
+        if bad.any():
+            i = int(bad.argmax())
+            raise ValueError(
+                f"row {rows[i]}, groups {self.group_ids}: expected at most {left[i]} new tokens after "
+                f"{num_computed[i]}, where the page of its recurrent state ends, got {after[i] - num_computed[i]}; "
+                "draft fewer (`limit_drafts`)"
+            )
 
     # One row.
 
@@ -315,7 +344,10 @@ class RecurrentManager(SingleTypeKVCacheManager):
         """Puts the block of the state after `num_kept` tokens into their column, the block there in its place.
 
         Columns that a step passed over do not stay between the state and the next running one: blocks behind move up.
+        Rings need nothing: the next step reads fewer of their tokens.
         """
+        if self.has_drafts_in_rings:
+            return rows[:0], rows[:0], self.no_blocks
         columns = self.end_column(rows, num_kept) - 1
         running = self.num_blocks[rows] - self.num_tail_columns
         sources = running + num_tokens - num_kept

@@ -70,6 +70,11 @@ class RecurrentSpec(KVCacheSpec):
             )
 
     @property
+    def head_axes(self) -> tuple[int, ...]:
+        """Which axis of each array has heads or channels, whatever tensor parallelism splits."""
+        return (0,) * len(self.state_shapes)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one state."""
         arrays = zip(self.state_shapes, self.state_dtypes, strict=True)
@@ -105,7 +110,9 @@ class RecurrentSpec(KVCacheSpec):
 
         `page_size_padded` is for stacks that lay out bytes.
         """
-        return recurrent_layout(shapes=self.state_shapes, dtypes=self.state_dtypes, platform=platform)
+        return recurrent_layout(
+            shapes=self.state_shapes, dtypes=self.state_dtypes, head_axes=self.head_axes, platform=platform
+        )
 
     def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
         """All but the last token: its state holds what came before."""

@@ -33,6 +33,15 @@ class DraftSettler:
         self._registrar = registrar
         self._table = request_table
 
+    def limit(self, rows: npt.ArrayLike, num_drafts: npt.ArrayLike) -> np.ndarray:
+        """`KVCacheManager.limit_drafts`."""
+        index = self._table.owned_rows(rows)[0]
+        limits = np.broadcast_to(as_counts("num_drafts", num_drafts, index, least=0), index.shape)
+        for manager in self._groups.rings:
+            left = manager.tokens_left(index, self._table.num_computed_tokens[index])
+            limits = np.where(left > 0, np.minimum(limits, left - 1), limits)
+        return limits
+
     def settle(self, rows: npt.ArrayLike, num_rejected: npt.ArrayLike) -> tuple[TableUpdate, ...]:
         """`KVCacheManager.settle_drafts`."""
         index = self._table.owned_rows(rows)[0]

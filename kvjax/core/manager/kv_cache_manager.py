@@ -306,6 +306,17 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         """
         return self._planner.plan(rows, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks)
 
+    def limit_drafts(self, rows: npt.ArrayLike, num_drafts: npt.ArrayLike) -> np.ndarray:  # int64[n]
+        """How many of int64[n] drafts the rows' next step may verify, behind one token whose slot is allocated.
+
+        All of them, but where drafts are in the rings of recurrent states (`RingStateSpec`): such a step ends where the
+        state's page does.
+
+        Raises:
+            ValueError: a row that no request owns or that comes twice, or counts that are negative.
+        """
+        return self._drafts.limit(rows, num_drafts)
+
     def settle_drafts(self, rows: npt.ArrayLike, num_rejected: npt.ArrayLike) -> tuple[TableUpdate, ...]:
         """Takes the last computed tokens of rows back: drafts that the step which computed them rejected.
 

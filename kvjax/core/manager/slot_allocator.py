@@ -146,6 +146,8 @@ class SlotAllocator:
             self._check_length(request, after)
         if self._state_steps is not None:
             self._state_steps.check_step_ends(computed, after)
+        for manager in self._groups.rings:
+            manager.check_rings(np.array([row]), np.array([computed]), np.array([after]))
         settled = max(computed - in_flight, 0)
         num_slots = min(after + lookahead, limit)
         if self._reservations is not None:

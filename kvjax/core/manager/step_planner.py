@@ -120,6 +120,8 @@ class StepPlanner:
             settled = computed[active]
             if self._groups.state_steps:
                 self._groups.state_steps.check_step_ends(settled, after_work)
+            for manager in self._groups.rings:
+                manager.check_rings(rows_of_work, settled, after_work)
             if not isinstance(in_flight, int) or in_flight:
                 settled = np.maximum(settled - _at(in_flight, active), 0)
         if self._reservations is not None:

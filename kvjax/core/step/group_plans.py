@@ -291,7 +291,7 @@ def _state_fields(pages: StatePages, own: _Held, place: int, step: GroupsStep) -
             f"row {step.rows[i]}, group {group_id}: expected at most {pages.num_drafts} drafts, as there are "
             f"states for, got {step.num_drafts[i]}"
         )
-    if pages.num_drafts:
+    if pages.num_speculative_blocks:
         before = pages.pages_of_drafts(table, counts, step.rows, step.seq_lens)
         write = _with_drafts(write, before, step.seq_lens - step.computed, step.num_drafts)
     has_initial = step.computed > 0

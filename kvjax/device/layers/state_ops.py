@@ -1,19 +1,24 @@
 """What recurrent layers compute over their states: a short convolution, and a scan or the gated delta rule.
 
 Flow:    a layer's inputs -> [convolve_states, scan_states, apply_delta_rule] -> StepCache.update_states -> outputs
-Source:  pallas_kernels.ssm_update, pallas_kernels.gated_delta_rule
+Source:  pallas_kernels.ssm_update, pallas_kernels.gated_delta_rule; over rings ring_scan, ring_delta_rule
 
 On a mesh every device has the states of its channels or heads, and the inputs that belong to them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
+from kvjax.device.layers.ring_states import PlainOp, RingOp, RingSizes, convolve_in_ring, update_in_ring
 from kvjax.device.layers.state_update import RecurrentStep
 from kvjax.device.layers.step_cache import StepCache
 from kvjax.device.pages.kv_pages import Column
 from pallas_kernels.gated_delta_rule import gated_delta_rule
+from pallas_kernels.ring_delta_rule import DeltaRing, ring_delta_rule
+from pallas_kernels.ring_scan import ScanRing, ring_scan
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 
 
@@ -28,9 +33,15 @@ def convolve_states(
 ) -> jax.Array:  # [T, C]
     """SiLU of every channel's convolution over its last W inputs."""
 
+    has_rings = cache.ring_sizes(layer_name) is not None
+
     def convolve(states: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
-        x, weight, *bias = inputs
-        result = causal_conv1d(x, states[0], weight, *step, bias=bias[0] if bias else None, backend=cache.backend)
+        x, weight, *more = inputs
+        bias = more[0] if more else None
+        if has_rings:
+            out, windows = convolve_in_ring(states[0], step, x, weight, bias, cache.backend)
+            return out, (windows,)
+        result = causal_conv1d(x, states[0], weight, *step.op_arguments, bias=bias, backend=cache.backend)
         return result.out, (result.states,)
 
     inputs = (x, weight) if bias is None else (x, weight, bias)
@@ -54,12 +65,22 @@ def scan_states(
 
     def scan(states: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
         x, dt, a, b, c, d = inputs
-        result = selective_scan(x, states[0], dt, a, b, c, *step, d=d, dt_limit=dt_limit, backend=cache.backend)
-        return result.out, (result.states,)
+        options: dict[str, Any] = {"d": d, "dt_limit": dt_limit, "backend": cache.backend}
 
+        def plain(states: jax.Array, step: RecurrentStep) -> tuple[jax.Array, jax.Array]:
+            result = selective_scan(x, states, dt, a, b, c, *step.op_arguments, **options)
+            return result.out, result.states
+
+        def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> tuple[jax.Array, jax.Array, Column]:
+            result = ring_scan(x, states, dt, a, b, c, ScanRing(*ring), **of_step, **options)
+            return result.out, result.states, tuple(result.ring)
+
+        return _updated(states, step, sizes, in_ring, plain)
+
+    sizes = cache.ring_sizes(layer_name)
     groups = 1 if b.ndim == 3 and b.shape[1] > 1 else None
-    head_dims = (1, 1, 0, groups, groups, 0)
-    return cache.update_states(layer_name, scan, (x, dt, a, b, c, d), head_dims, arrays=(array,))
+    head_dims, inputs = (1, 1, 0, groups, groups, 0), (x, dt, a, b, c, d)
+    return cache.update_states(layer_name, scan, inputs, head_dims, arrays=_arrays_from(array, sizes))
 
 
 def apply_delta_rule(
@@ -77,10 +98,35 @@ def apply_delta_rule(
 
     def rule(states: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
         q, k, v, g, beta = inputs
-        result = gated_delta_rule(q, k, v, g, beta, states[0], *step, use_qk_l2norm=True, backend=cache.backend)
-        return result.out, (result.states,)
+        options: dict[str, Any] = {"use_qk_l2norm": True, "backend": cache.backend}
 
-    return cache.update_states(layer_name, rule, (q, k, v, g, beta), (1,) * 5, arrays=(array,))
+        def plain(states: jax.Array, step: RecurrentStep) -> tuple[jax.Array, jax.Array]:
+            result = gated_delta_rule(q, k, v, g, beta, states, *step.op_arguments, **options)
+            return result.out, result.states
+
+        def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> tuple[jax.Array, jax.Array, Column]:
+            result = ring_delta_rule(q, k, v, g, beta, states, DeltaRing(*ring), **of_step, **options)
+            return result.out, result.states, tuple(result.ring)
+
+        return _updated(states, step, sizes, in_ring, plain)
+
+    sizes = cache.ring_sizes(layer_name)
+    return cache.update_states(layer_name, rule, (q, k, v, g, beta), (1,) * 5, arrays=_arrays_from(array, sizes))
+
+
+def _arrays_from(array: int, sizes: RingSizes | None) -> tuple[int, ...]:
+    """The array of states, and behind it those of its ring and of its base."""
+    return (array,) if sizes is None else tuple(range(array, array + 5))
+
+
+def _updated(
+    arrays: Column, step: RecurrentStep, sizes: RingSizes | None, ring_op: RingOp, plain_op: PlainOp
+) -> tuple[jax.Array, Column]:
+    """What a step gives over states, and over states with rings."""
+    if sizes is not None:
+        return update_in_ring(arrays, step, sizes, ring_op, plain_op)
+    out, states = plain_op(arrays[0], step)
+    return out, (states,)
 
 
 __all__ = ["apply_delta_rule", "convolve_states", "scan_states"]

@@ -14,9 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from kvjax.core.kinds.ring_state import RingStateSpec
 from kvjax.device.layers.layer_step import LayerStep
 from kvjax.device.pages.kv_pages import Column
 from pallas_kernels.slab_pages import is_in_slabs, replaced
+
+OpArguments: TypeAlias = tuple[
+    jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None
+]
 
 
 class RecurrentStep(NamedTuple):
@@ -29,6 +34,12 @@ class RecurrentStep(NamedTuple):
     has_initial_state: jax.Array  # bool[S]
     checkpoint_ends: jax.Array | None = None  # int32[S, k]; None: no state is left on the way
     checkpoint_pages: jax.Array | None = None  # int32[S, k]
+    seq_lens: jax.Array | None = None  # int32[S] tokens after the step, of layers whose pages have rings
+
+    @property
+    def op_arguments(self) -> OpArguments:
+        """Those of the ops of `ssm_update`."""
+        return self[:-1]
 
 
 # (arrays of the layer's states, step, *inputs) -> (output [T, heads, ...], the arrays with the step's states written)
@@ -68,6 +79,8 @@ def update_states(
     assert states is not None  # `check_states` comes first
     arrays_of_step = (batch.query_start_loc, batch.distribution, states.read, states.write, states.has_initial)
     step = RecurrentStep(*map(jnp.asarray, arrays_of_step))
+    if isinstance(layer.spec, RingStateSpec):
+        step = step._replace(seq_lens=jnp.asarray(layer.group.seq_lens))
     if states.checkpoint_ends is not None and states.checkpoint_pages is not None:
         step = step._replace(
             checkpoint_ends=jnp.asarray(states.checkpoint_ends), checkpoint_pages=jnp.asarray(states.checkpoint_pages)
@@ -83,9 +96,9 @@ def update_states(
     input_specs = tuple(map(partial(_input_spec, layer), head_dims))
     if is_in_slabs(layer.pages):
         return _update_in_slabs(layer, checked, step, inputs, input_specs, arrays[0])
-    heads = layer.heads(2, 1)
-    state_specs = (heads,) * len(arrays)
-    update_on_each = layer.per_device(checked, (state_specs, layer.by_rank, input_specs), (heads, state_specs))
+    state_specs = tuple(layer.page_specs[i] for i in arrays)
+    specs = (state_specs, layer.by_rank, input_specs)
+    update_on_each = layer.per_device(checked, specs, (layer.heads(2, 1), state_specs))
     out, after = update_on_each(tuple(layer.pages[i] for i in arrays), step, tuple(inputs))
     pages = list(layer.pages)
     for i, array in zip(arrays, after, strict=True):

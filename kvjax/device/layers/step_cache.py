@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.core.kinds.ring_state import RingStateSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.inputs.batch import DeviceBatch
 from kvjax.device.layers.attention_options import AttentionOptions
@@ -35,6 +36,7 @@ from kvjax.device.layers.entry_compressor import FinishEntries, check_entries, m
 from kvjax.device.layers.kv_attention import attend_kv, write_kv
 from kvjax.device.layers.latent_attention import attend_latent
 from kvjax.device.layers.layer_step import LayerStep
+from kvjax.device.layers.ring_states import RingSizes
 from kvjax.device.layers.state_update import RecurrentStep, StateUpdate, check_states, update_states
 from kvjax.device.layers.wanted_rows import of_wanted, wanted_rows
 from kvjax.device.mesh.placement import Placement
@@ -237,6 +239,13 @@ class StepCache:
         """
         layer = self._layer(layer_name)
         return self._ran(layer_name, attend_cross(layer, q, options), layer.pages)
+
+    def ring_sizes(self, layer_name: str) -> RingSizes | None:
+        """Those of a recurrent layer whose pages have rings (`RingStateSpec`); None: they are states alone."""
+        spec = self._layer(layer_name).spec
+        if not isinstance(spec, RingStateSpec):
+            return None
+        return RingSizes(spec.ring_tokens, 1 + spec.most_drafts, all_short=self._batch.is_decode)
 
     def update_states(
         self,

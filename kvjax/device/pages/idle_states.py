@@ -1,7 +1,7 @@
 """States that requests run on, kept in fewer bits while they are only cached.
 
 Flow:    StepPlan.idle_states -> [load_idle_states] -> the step -> [store_idle_states] -> KVPages
-Source:  ARCHITECTURE.md, "Idle states"; layouts: kvjax.planning.idle_states
+Source:  ARCHITECTURE.md, "Idle states"; layouts: kvjax.planning.states.idle_states
 
 A layer's running page is the arrays of a state, the last that of the recurrence. Its idle page has the same arrays, the
 last one as integers, and behind them a float32 scale for each head, or whatever the state's first dimension is:

@@ -323,7 +323,7 @@ class UpdateStep:
         """That of one data rank."""
         groups = self.kv_cache_config.kv_cache_groups
         pages = [group.kv_cache_spec.state_pages for group in groups]
-        recurrent = {i: states.num_drafts for i, states in enumerate(pages) if states is not None}
+        recurrent = {i: states.num_speculative_blocks for i, states in enumerate(pages) if states is not None}
         compressed = {i: group.tokens_per_state for i, group in enumerate(groups) if group.tokens_per_state != {1}}
         counts = {i: group.kv_cache_spec.num_reserved_blocks for i, group in enumerate(groups)}
         return DeviceBatch.empty(

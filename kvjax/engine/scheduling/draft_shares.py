@@ -7,8 +7,9 @@ admissions. What they leave of the step's budget is levelled: nobody gets a furt
 one have as many. Blocks for drafts are allocated last, in order of urgency; when a row's do not fit, it and those
 behind it go without, and nobody is preempted.
 
-A request can use drafts once it decodes and has a token of its own, as many as leave room for the token that the step
-samples behind them; none where a matcher must see each token before the next is sampled.
+A request can use drafts once it decodes and has a token of its own: as many as leave room for the token that the step
+samples behind them, and as the manager lets one step verify (`limit_drafts`). None where a matcher must see each token
+before the next is sampled.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class DraftShares:
         limits = np.minimum(self._by_row.max_total_tokens[rows] - num_tokens - 1, self._num_drafts)
         limits[(num_new_tokens > 1) | ~samples | (num_tokens == self._table.num_prompt_tokens[rows])] = 0
         limits[self._by_row.waits_for_token[rows]] = 0
+        limits = self._manager.limit_drafts(rows, np.maximum(limits, 0))
         able = (limits > 0).nonzero()[0]
         if not able.size:
             return None

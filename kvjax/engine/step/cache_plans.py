@@ -17,8 +17,9 @@ from kvjax.core.spec import KVCacheSpec
 from kvjax.engine.step.config import EngineConfig
 from kvjax.models.config import ModelConfig
 from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
-from kvjax.planning.deployed_specs import deployed_specs
 from kvjax.planning.sizing import requests_that_fit, size_pools
+from kvjax.planning.states.deployed_specs import deployed_specs
+from kvjax.planning.states.ring_states import with_ring_states
 
 
 def plan_caches(
@@ -35,10 +36,15 @@ def plan_caches(
     Each of the context ranks that share a page holds `config.block_size` tokens of it.
 
     Raises:
+        ValueError, NotImplementedError: `ring_tokens` for a model without recurrent layers, or whose states take none.
         MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
     """
     num_drafts = config.num_drafts
-    specs = with_drafts(model.kv_cache_specs(config.block_size * parallel.page_context, config.dtype), num_drafts)
+    specs: Mapping[str, KVCacheSpec] = model.kv_cache_specs(config.block_size * parallel.page_context, config.dtype)
+    if config.ring_tokens is None:
+        specs = with_drafts(specs, num_drafts)
+    else:
+        specs = with_ring_states(specs, config.ring_tokens, num_drafts)
     specs = deployed_specs(
         specs,
         state_block_size=config.short_state_blocks,

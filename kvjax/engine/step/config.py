@@ -12,9 +12,9 @@ from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.core.options.release_rules import RELEASES
 from kvjax.engine.scheduling.speculation import SpeculativeConfig
-from kvjax.planning.idle_states import IDLE_STATE_DTYPES
 from kvjax.planning.load import USUAL_TOKENS
-from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
+from kvjax.planning.states.idle_states import IDLE_STATE_DTYPES
+from kvjax.planning.states.state_blocks import STATE_BLOCK_SIZE
 from kvjax.tiers.config import TierConfig
 
 CHECKPOINTS_IN_STEP = 4
@@ -49,6 +49,9 @@ class EngineConfig:
         idle_state_dtype: "int8" or "int16": recurrent states that are only cached are kept so, with a scale a head, so
             that the memory caches more of them. A hit starts from what comes back of them: docs/capacity.md has how
             far logits move. None: as requests run on them.
+        ring_tokens: pages of recurrent states keep what up to so many tokens add to a state, so that most decoding
+            steps write none, and drafts need no states of their own (`RingStateSpec`). `one_memory` is off then. None:
+            every step writes its states.
         state_block_size: recurrent states can be hit every so many tokens, or at the next multiple of all other blocks
             (`with_state_blocks`). None, and by the rules of a release: as seldom as in vLLM.
         seed: of sampling and of block hashes.
@@ -88,6 +91,7 @@ class EngineConfig:
     hybrid: bool = True
     one_memory: bool | None = None
     idle_state_dtype: str | None = None
+    ring_tokens: int | None = None
     state_block_size: int | None = STATE_BLOCK_SIZE
     seed: int = 0
     hash_algorithm: str = "sha256_cbor"
@@ -119,7 +123,8 @@ class EngineConfig:
     def shares_memory(self) -> bool:
         """Whether pools of unlike pages share the memory."""
         if self.one_memory is None:
-            return self.memory_bytes is not None and self.manager_options.may_share_slabs
+            fits = self.memory_bytes is not None and self.ring_tokens is None
+            return fits and self.manager_options.may_share_slabs
         return self.one_memory
 
     @property
@@ -132,9 +137,10 @@ class EngineConfig:
     def checkpoints_in_step(self) -> int:
         """Recurrent states that a step may leave of a request on its way.
 
-        Drafts have states in their place, and idle states are stored behind a step.
+        Drafts have states in their place, but for those in rings, and idle states are stored behind a step.
         """
-        leaves_none = self.speculative is not None or self.idle_state_dtype is not None
+        has_draft_states = self.speculative is not None and self.ring_tokens is None
+        leaves_none = has_draft_states or self.idle_state_dtype is not None
         return 0 if leaves_none or self.short_state_blocks is None else CHECKPOINTS_IN_STEP
 
     @property
@@ -190,6 +196,17 @@ class EngineConfig:
             raise ValueError(
                 f"expected idle_state_dtype of {', '.join(IDLE_STATE_DTYPES)} or None, got {self.idle_state_dtype!r}"
             )
+        if self.ring_tokens is not None:
+            if self.ring_tokens <= self.num_drafts:
+                raise ValueError(
+                    f"expected ring_tokens > {self.num_drafts} (num_drafts) or None, got {self.ring_tokens}; a step's "
+                    "tokens go to the ring"
+                )
+            if self.one_memory or self.idle_state_dtype is not None:
+                raise ValueError(
+                    f"expected one_memory off and idle_state_dtype=None with ring_tokens={self.ring_tokens}, got "
+                    f"{self.one_memory} and {self.idle_state_dtype!r}"
+                )
         if self.max_logprobs < 0:
             raise ValueError(f"expected max_logprobs >= 0, got {self.max_logprobs}")
         if not 0.0 <= self.watermark < 1.0:

@@ -219,7 +219,7 @@ class ModelRunner:
         config, model = self._config, self._model
         block_size = least_block_size(self._plan)
         pages = [group.kv_cache_spec.state_pages for group in self._plan.config.kv_cache_groups]
-        most_states = max(0 if one is None else one.num_drafts for one in pages)  # columns behind a table's last
+        most_states = max(0 if one is None else one.num_speculative_blocks for one in pages)  # behind a table's last
         buckets = Buckets.default(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,

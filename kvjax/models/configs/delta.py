@@ -46,9 +46,15 @@ class DeltaConfig:
 
     @property
     def state(self) -> StateShapes:
-        """The last inputs of the convolution, a matrix per value head."""
-        shapes = ((self.num_channels, self.num_taps - 1), (self.num_value_heads, self.key_dim, self.value_dim))
-        return StateShapes(shapes, (None, self.rule_dtype), num_units=self.num_key_heads)
+        """The last inputs of the convolution, a matrix per value head; a token adds its key, delta and decay."""
+        heads = self.num_value_heads
+        return StateShapes(
+            ((self.num_channels, self.num_taps - 1), (heads, self.key_dim, self.value_dim)),
+            (None, self.rule_dtype),
+            num_units=self.num_key_heads,
+            token_shapes=((self.num_key_heads, self.key_dim), (heads, self.value_dim), (heads,)),
+            token_dtypes=(None, None, "float32"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,15 @@ class KimiDeltaConfig:
 
     @property
     def state(self) -> StateShapes:
-        """The last inputs of the three convolutions, a matrix per head; that in float32, as in vLLM."""
-        convolution = (self.size, self.num_taps - 1)
-        rule = (self.num_heads, self.head_dim, self.head_dim)
-        return StateShapes((*[convolution] * 3, rule), (None, None, None, "float32"), num_units=self.num_heads)
+        """The last inputs of the three convolutions, a matrix per head; that in float32, as in vLLM.
+
+        A token adds its key, delta and decays.
+        """
+        convolution, numbers = (self.size, self.num_taps - 1), (self.num_heads, self.head_dim)
+        return StateShapes(
+            (*[convolution] * 3, (*numbers, self.head_dim)),
+            (None, None, None, "float32"),
+            num_units=self.num_heads,
+            token_shapes=(numbers, numbers, numbers),
+            token_dtypes=(None, None, "float32"),
+        )

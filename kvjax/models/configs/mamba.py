@@ -59,6 +59,11 @@ class Mamba2Config:
 
     @property
     def state(self) -> StateShapes:
-        """The last inputs of the convolution, the recurrence."""
-        shapes = ((self.num_channels, self.num_taps - 1), (self.num_heads, self.head_dim, self.state_dim))
-        return StateShapes(shapes, (None, self.scan_dtype), num_units=self.num_groups if self.num_groups > 1 else 0)
+        """The last inputs of the convolution, the recurrence; a token adds its x, dt and b."""
+        return StateShapes(
+            ((self.num_channels, self.num_taps - 1), (self.num_heads, self.head_dim, self.state_dim)),
+            (None, self.scan_dtype),
+            num_units=self.num_groups if self.num_groups > 1 else 0,
+            token_shapes=((self.num_heads, self.head_dim), (self.num_heads,), (self.num_groups, self.state_dim)),
+            token_dtypes=(None, "float32", None),
+        )

@@ -21,6 +21,8 @@ class StateShapes:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str | None, ...]  # None: the model's
     num_units: int = 0  # heads that stay whole, or groups of them where heads share inputs; 0: channels are units
+    token_shapes: tuple[tuple[int, ...], ...] = ()  # what a token adds to the last array, heads first; (): not told
+    token_dtypes: tuple[str | None, ...] = ()  # None: the model's
 
     def spec(self, block_size: int, attention_bytes: int, dtype: str) -> MambaSpec:
         """A state per block, of the fewest multiples of `block_size` tokens that take as much in an attention layer.
@@ -28,8 +30,15 @@ class StateShapes:
         vLLM's rule, which keeps a cached state from costing more than the attention of its tokens; `attention_bytes`
         are those of one token, `dtype` is the model's.
         """
-        dtypes = tuple(own or dtype for own in self.dtypes)
-        state = MambaSpec(block_size=block_size, shapes=self.shapes, dtypes=dtypes, mamba_cache_mode="align")
+        dtypes, token_dtypes = (tuple(own or dtype for own in each) for each in (self.dtypes, self.token_dtypes))
+        state = MambaSpec(
+            block_size=block_size,
+            shapes=self.shapes,
+            dtypes=dtypes,
+            mamba_cache_mode="align",
+            token_shapes=self.token_shapes,
+            token_dtypes=token_dtypes,
+        )
         return replace(state, block_size=block_size * cdiv(state.state_bytes, block_size * attention_bytes))
 
     def splits(self, num_shards: int) -> bool:

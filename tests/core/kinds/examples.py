@@ -19,6 +19,7 @@ from kvjax.core import (
     register_kv_cache_spec,
 )
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
+from kvjax.core.kinds.ring_state import RingStateSpec
 from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec, RunningStateSpec
 from kvjax.core.tables.ints_or_arrays import IntOrArray
 
@@ -92,6 +93,11 @@ EXAMPLES: dict[str, KVCacheSpec] = {
     "mamba_none": MambaSpec(block_size=2, num_speculative_blocks=1, **STATE),
     "mamba_align": MambaSpec(block_size=4, mamba_cache_mode="align", **STATE),
     "mamba_drafts": MambaSpec(block_size=2, mamba_cache_mode="align", num_speculative_blocks=2, **STATE),
+    "ring": RingStateSpec.of(
+        MambaSpec(block_size=4, mamba_cache_mode="align", token_shapes=((4,),), token_dtypes=("float32",), **STATE),
+        ring_tokens=3,
+        num_drafts=2,
+    ),
     "buffer": RequestBufferSpec(block_size=4, num_bytes=12),
     "running": RunningStateSpec(block_size=4, num_speculative_blocks=1, **STATE),
     "mla_window_replayed": ReplayedWindowMLASpec(block_size=2, sliding_window=5, **LATENT),

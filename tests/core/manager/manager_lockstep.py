@@ -66,7 +66,7 @@ def config_of(
 ) -> KVCacheConfig:
     specs = [spec_of(group, ranks) for group in groups]
     for running_id, _ in idle_groups:
-        specs[running_id] = RunningStateSpec(**vars(specs[running_id]))
+        specs[running_id] = RunningStateSpec.of(specs[running_id])
     return KVCacheConfig(
         tuple(KVCachePoolSpec(size) for size in pool_sizes),
         tuple(

@@ -1,8 +1,9 @@
 """A device in dicts: what each page holds after copies, zeroing and writes, and whether requests read back their own.
 
 What the KV of a token is depends on all tokens up to it, so a slot holds the tuple of those; so does the page of a
-recurrent state. A page is a dict from offset to such a tuple; what nobody wrote is not in it. Recurrent states are read
-from the pages that step plans name and left in those, as the ops do.
+recurrent state. One with a ring holds the tokens up to the last of the ring, and how many its state is of: from any
+number between them a request may go on. A page is a dict from offset to such a tuple; what nobody wrote is not in it.
+Recurrent states are read from the pages that step plans name and left in those, as the ops do.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from kvjax.core import KVCacheManager, Request, StepDrafts, StepPlan, build_step_plan
+from kvjax.core.kinds.ring_state import RingStateSpec
 from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES, PageCopies
 from kvjax.core.spec import SlabSpec
 
-Page = dict[int, Any]
+Page = dict[Any, Any]
 
 
 @dataclass
@@ -116,22 +118,53 @@ class PageContents:
                     if page:
                         assert page not in writer
                         writer[page], values[page] = row, (*key, tuple(tokens[: len(tokens) - back]))
+            bases = self.bases(plan, group_id, parts)
             for row, ends, on_way in self.on_the_way(plan, group_id):
                 tokens, key = self.tokens_of(parts[row]), (group_id, parts[row].request.cache_salt)
                 for end, page in zip(ends, on_way, strict=True):
                     assert page not in writer
                     writer[page] = row
                     values[page] = (*key, tuple(tokens[: parts[row].request.num_computed_tokens + end]))
+                    bases[page] = len(values[page][2])
             for row, page in zip(plan.rows.tolist(), group.state_read.tolist(), strict=True):
                 request = parts[row].request
                 if start := request.num_computed_tokens:
                     known = tuple(request.token_ids[:start].tolist())
-                    assert self.page(group.pool_id, page).get(0) == (group_id, request.cache_salt, known)
+                    assert self.holds(group.pool_id, page, (group_id, request.cache_salt, known))
                     assert writer.get(page, row) == row
             for page, value in values.items():
-                self.pages[group.pool_id, page] = {0: value}
+                self.pages[group.pool_id, page] = {0: value, "base": bases.get(page, len(value[2]))}
         for moves in plan.idle_states:
             self.move(moves.running_pool, moves.idle_pool, moves.stores, self.idle)
+
+    def bases(self, plan: StepPlan, group_id: int, parts: dict[int, Writes]) -> dict[int, int]:
+        """Of the pages that a step appends to: of how many tokens their states are after it. None without rings."""
+        group, config = plan.groups[group_id], self.manager.kv_cache_config.kv_cache_groups[group_id]
+        spec = config.kv_cache_spec
+        if not isinstance(spec, RingStateSpec):
+            return {}
+        assert group.state_read is not None
+        assert group.state_write is not None
+        bases, on_way = {}, {row for row, ends, _ in self.on_the_way(plan, group_id) if ends}
+        for row, read, write in zip(
+            plan.rows.tolist(), group.state_read.tolist(), group.state_write.tolist(), strict=True
+        ):
+            start, count = parts[row].request.num_computed_tokens, parts[row].count
+            base = self.page(group.pool_id, read)["base"] if start else 0
+            if count > 1 + spec.most_drafts or row in on_way:
+                bases[write] = start + count
+            else:
+                bases[write] = start if read != write or start + count - base > spec.ring_tokens else base
+        return bases
+
+    def holds(self, pool_id: int, page: int, state: tuple[Any, ...]) -> bool:
+        """Whether a request whose state that is may go on from a page."""
+        found = self.page(pool_id, page)
+        if 0 not in found:
+            return False
+        *key, tokens = found[0]
+        length = len(state[-1])
+        return (*key, tokens[:length]) == state and found["base"] <= length
 
     def on_the_way(self, plan: StepPlan, group_id: int) -> Iterator[tuple[int, list[int], list[int]]]:
         """Rows that leave states inside the step: after how many of its tokens, and in which pages."""
@@ -158,7 +191,7 @@ class PageContents:
         assert len(set(copies.destinations.tolist())) == copies.destinations.size
         read = [self.page(source_pool, page)[0] for page in copies.sources.tolist()]
         for page, (group_id, *state) in zip(copies.destinations.tolist(), read, strict=True):
-            self.pages[destination_pool, page] = {0: (group_of[group_id], *state)}
+            self.pages[destination_pool, page] = {0: (group_of[group_id], *state), "base": len(state[-1])}
 
     def edit(self) -> None:
         zeros = self.manager.take_pages_to_zero()
@@ -208,7 +241,7 @@ class PageContents:
                 if computed == self.manager.request_table.num_start_tokens[request.row]:  # its first step is to load it
                     group_id = self.idle.get(group_id, group_id)
                 state = (group_id, request.cache_salt, tuple(tokens[:computed]))
-                assert self.state(request, group_id, computed) == state
+                assert self.holds(pool_id, self.page_of_state(request, group_id, computed), state)
             else:
                 for position in range(manager.get_num_skipped_tokens(computed), computed):
                     slot = self.page(pool_id, ids[position // manager.block_size]).get(position % manager.block_size)

@@ -10,8 +10,8 @@ import pytest
 from kvjax.configs import load_model_config
 from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.planning import plan_kv_cache
-from kvjax.planning.deployed_specs import deployed_specs
-from kvjax.planning.state_blocks import STATE_BLOCK_SIZE
+from kvjax.planning.states.deployed_specs import deployed_specs
+from kvjax.planning.states.state_blocks import STATE_BLOCK_SIZE
 
 MODELS = (
     "qwen3-next-80b-a3b",

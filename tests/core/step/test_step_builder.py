@@ -283,6 +283,10 @@ class CounterSpec(FullAttentionSpec):
     def num_drafts(self) -> int:
         return 0
 
+    @property
+    def num_speculative_blocks(self) -> int:
+        return 0
+
     def pages_of_drafts(
         self, table: np.ndarray, num_blocks: np.ndarray, rows: np.ndarray, num_tokens: np.ndarray
     ) -> np.ndarray:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvjax.core.spec import KVCacheSpec
-from kvjax.planning.idle_states import with_idle_states
-from kvjax.planning.state_blocks import with_state_blocks
+from kvjax.planning.states.idle_states import with_idle_states
+from kvjax.planning.states.state_blocks import with_state_blocks
 
 
 def deployed_specs(

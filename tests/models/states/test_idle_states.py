@@ -23,7 +23,7 @@ from tests.models.families import (
     run_goldens,
     run_preempted,
 )
-from tests.models.one_family.test_hybrids_in_slabs import small_engine
+from tests.models.states.test_hybrids_in_slabs import small_engine
 
 ATOL = 1e-2  # of float32 logits behind hits on states of 16 bits
 QWEN = next(family for family in IN_SLABS if family.name == "qwen3_next")

@@ -10,7 +10,7 @@ A recurrent layer `name` keeps its name for the states of running requests, one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import singledispatch
 
 from kvjax.core.kinds.mamba import MambaSpec
@@ -45,10 +45,9 @@ def split(spec: KVCacheSpec, dtype: str) -> tuple[KVCacheSpec, ...]:
 def _(spec: MambaSpec, dtype: str) -> tuple[KVCacheSpec, ...]:
     if spec.mamba_cache_mode != "align":
         return (spec,)
-    own = {field.name: getattr(spec, field.name) for field in fields(spec)}
     shapes, dtypes = (*spec.shapes, spec.shapes[-1][:1]), (*spec.dtypes[:-1], dtype, "float32")
     idle = replace(spec, shapes=shapes, dtypes=dtypes, page_size_padded=None)
-    return RunningStateSpec(**own | {"mamba_cache_mode": "none"}), idle
+    return RunningStateSpec.of(spec), idle
 
 
 def idle_groups_of(groups: Sequence[KVCacheGroupSpec]) -> tuple[tuple[int, int], ...]:

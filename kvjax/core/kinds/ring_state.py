@@ -1,0 +1,96 @@
+"""Recurrent states with a ring: a page is a state and what the next few tokens add to it.
+
+Flow:    MambaSpec, tokens of a ring -> [RingStateSpec.of] -> KVCacheGroupSpec -> RecurrentManager, kvjax.device rings
+Source:  the replay of inputs in vLLM's and FlashInfer's selective state update; ARCHITECTURE.md, "Ring states"
+
+A decoding step appends to the ring and writes no state. Where the ring is full, or the request goes on in another page,
+the state after the tokens of the ring is written, and the ring begins again. So a rejected draft is in no state: the
+next step reads fewer tokens of the ring, and drafts need no pages of their own.
+
+The arrays of a page:
+
+    convolutions    as of `MambaSpec`, `most_drafts` inputs longer: the input of token t is at place (t - 1) % length
+    state           [heads, ...] after `base` tokens
+    ring            [ring_tokens, heads, ...] for each of `token_shapes`
+    base            int32[heads], all equal: tokens of the state
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from kvjax.core.kinds.mamba import MambaSpec
+from kvjax.core.kinds.registry import register_kv_cache_spec
+
+
+@register_kv_cache_spec
+@dataclass(frozen=True, kw_only=True)
+class RingStateSpec(MambaSpec):
+    """States of which most decoding steps write none. `shapes` and `dtypes` are of all arrays of a page."""
+
+    layer_fields: ClassVar[frozenset[str]] = MambaSpec.layer_fields | {"ring_tokens", "most_drafts", "num_ring_arrays"}
+
+    num_ring_arrays: int  # they stand before the last one
+    ring_tokens: int  # most tokens between the state of a page and the request's last one
+    most_drafts: int = 0  # of a request in a step
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_speculative_blocks:
+            raise ValueError(
+                f"expected no speculative blocks of ring states, whose drafts are in the ring, got "
+                f"{self.num_speculative_blocks}"
+            )
+        if not 0 <= self.most_drafts < self.ring_tokens:
+            raise ValueError(
+                f"expected ring_tokens above most_drafts >= 0, got {self.ring_tokens} and {self.most_drafts}; a step's "
+                "tokens go to the ring"
+            )
+
+    @classmethod
+    def of(cls, spec: MambaSpec, ring_tokens: int, num_drafts: int) -> RingStateSpec:
+        """The spec with a ring in each page.
+
+        Raises:
+            NotImplementedError: the layer does not say what a token adds to its state.
+            ValueError: the ring does not hold a step of a token and its drafts.
+        """
+        if not spec.token_shapes:
+            raise NotImplementedError(
+                f"expected a layer that says what a token adds to its state (token_shapes), got states of "
+                f"{spec.shapes}; plan with ring_tokens=None"
+            )
+        *convolutions, state = spec.shapes
+        *convolution_dtypes, state_dtype = spec.dtypes
+        shapes = (
+            *((channels, length + num_drafts) for channels, length in convolutions),
+            state,
+            *((ring_tokens, *shape) for shape in spec.token_shapes),
+            (state[0],),
+        )
+        dtypes = (*convolution_dtypes, state_dtype, *spec.token_dtypes, "int32")
+        own = {field.name: getattr(spec, field.name) for field in fields(MambaSpec)}
+        changed = {
+            "shapes": shapes,
+            "dtypes": dtypes,
+            "num_speculative_blocks": 0,
+            "page_size_padded": None,
+            "token_shapes": (),
+            "token_dtypes": (),
+        }
+        rings = {"num_ring_arrays": len(spec.token_shapes), "ring_tokens": ring_tokens, "most_drafts": num_drafts}
+        return cls(**own | changed | rings)
+
+    @property
+    def head_axes(self) -> tuple[int, ...]:
+        """The first of each array, but for those of the ring."""
+        return (*[0] * (len(self.shapes) - 1 - self.num_ring_arrays), *[1] * self.num_ring_arrays, 0)
+
+    @property
+    def num_drafts(self) -> int:
+        """`most_drafts`: they need no pages."""
+        return self.most_drafts
+
+
+__all__ = ["RingStateSpec"]

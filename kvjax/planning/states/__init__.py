@@ -1,0 +1,1 @@
+"""How a deployment keeps recurrent states: how often, in how many bits, with rings."""
