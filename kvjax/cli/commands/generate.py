@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvjax.engine import GenerationResult, LLMEngine
     from kvjax.models import LoadedModel
 
-SETTINGS = ("enable_prefix_caching", "sub_block_hits", "idle_state_dtype", "state_block_size")
+SETTINGS = ("enable_prefix_caching", "sub_block_hits", "idle_state_dtype", "state_block_size", "ring_tokens")
 RULES = ("eviction_policy",)  # what a release of vLLM decides
 DEFAULT_PLOT = Path("kvjax-generate.png")
 MAX_BUCKETS = 8  # compiling a step takes a second or so; a run from the command line is short

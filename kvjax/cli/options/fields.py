@@ -69,6 +69,12 @@ OPTIONS = {
         type=positive_int,
         metavar="N",
     ),
+    "ring_tokens": Option(
+        "pages of recurrent states keep what up to N tokens add to a state, so that most decoding steps write none and "
+        "drafts need no states of their own (default: every step writes its states)",
+        type=positive_int,
+        metavar="N",
+    ),
     "hash_algorithm": Option("of block hashes", choices=ALGORITHMS),
     "eviction_policy": Option("which free block to use next", "--policy", choices=EVICTION_POLICIES),
     "retention_interval": Option(
