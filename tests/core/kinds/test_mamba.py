@@ -194,6 +194,16 @@ def test_limited_steps_are_allowed_and_finish() -> None:
         assert manager.get_computed_blocks(again)[1] == full, "the last state that all groups have"
 
 
+@pytest.mark.parametrize("num_prompt", range(1, 2 * SIZE + 2))
+def test_steps_of_decoding_are_never_cut(num_prompt: int) -> None:
+    """Neither is a step of a request without recurrent states, prompt or not."""
+    drafting, plain = make_manager(FULL, state(drafts=3)), make_manager(FULL)
+    request = admit(drafting, "r", num_prompt)
+    request.append_output_token_ids([1])
+    assert [drafting.limit_step(request, 1 + drafts) for drafts in range(4)] == [1, 2, 3, 4]
+    assert [plain.limit_step(Request("s", range(40)), count) for count in range(1, 41)] == [*range(1, 41)]
+
+
 # What the device is told.
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvjax.core import BlockHasher, Request
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.slabs import slab_memory, whole_slabs
@@ -16,12 +17,13 @@ from kvjax.core.slabs.slab_memory import SlabMemory
 from kvjax.core.slabs.whole_slabs import HELD, UNKNOWN, WholeSlabs
 from kvjax.core.spec import SlabSpec
 from kvjax.errors import InvariantError, OutOfBlocksError
+from tests.core.manager.manager_lockstep import HYBRID, Setup
 from tests.core.slabs.naive_slabs import NaiveSlabs
 
 NUM_QUICK = 6  # seeds; those of the sweep make a million calls in lock step
 SEEDS = [*range(NUM_QUICK), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(NUM_QUICK, 100))]
 CALLS, CALLS_OF_SWEEP = 300, 1_600
-AHEAD = 4
+AHEAD = (4, 256)  # free blocks for one that is made blank for several steps: most of all, or none
 
 
 @dataclass
@@ -31,6 +33,7 @@ class World:
     num_slabs: int
     blocks_per_slab: list[int]
     seed: int
+    ahead: int = AHEAD[0]
     held: list[list[int]] = field(init=False)  # per pool, oldest first
     num_hashes: int = 0
 
@@ -43,7 +46,7 @@ class World:
             for p, count in enumerate(self.blocks_per_slab)
         ]
         self.memory = SlabMemory(spec, self.pools)
-        self.naive = NaiveSlabs(self.num_slabs, self.blocks_per_slab, AHEAD)
+        self.naive = NaiveSlabs(self.num_slabs, self.blocks_per_slab, self.ahead)
         self.held = [[] for _ in self.pools]
 
     def some(self, least: int, most: int) -> int:
@@ -137,14 +140,15 @@ class World:
             assert pool.num_usable_blocks - pool.num_free_blocks == len(held)
 
 
-SHAPES = [(2, [1, 1]), (3, [4, 1]), (6, [3, 1]), (12, [5, 1]), (9, [2, 3, 7]), (24, [6, 1, 2]), (7, [8])]
+SHAPES = [(2, [1, 1]), (3, [4, 1]), (6, [3, 1]), (12, [5, 1]), (9, [2, 3, 7]), (24, [6, 1, 2]), (60, [4, 1]), (7, [8])]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_in_lock_step_with_lists(shape: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no slab is passed over that became old since slabs were noted."""
-    monkeypatch.setattr(slab_memory, "AHEAD", AHEAD)
+    ahead = AHEAD[seed % 2]
+    monkeypatch.setattr(slab_memory, "AHEAD", ahead)
     oldest = WholeSlabs.oldest
 
     def look_at_all(self: WholeSlabs, may_look: bool = True) -> int:
@@ -156,7 +160,7 @@ def test_in_lock_step_with_lists(shape: Any, seed: int, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(WholeSlabs, "oldest", look_at_all)
     monkeypatch.setattr(whole_slabs, "NOTED", 1)
-    world = World(*shape, seed)
+    world = World(*shape, seed, ahead)
     for _ in range(CALLS if seed < NUM_QUICK else CALLS_OF_SWEEP):
         world.call()
         world.compare()
@@ -277,3 +281,34 @@ def test_pools_that_grow_do_not_take_from_each_other_what_they_made_ready() -> N
         world.step(0)
     ahead = slab_memory.STEPS_AHEAD * (num_slabs + num_slabs // 2)
     assert world.memory.num_moved <= num_steps * num_slabs + ahead
+
+
+def test_gathering_frees_every_slab_without_a_held_block_and_counts_it() -> None:
+    world = World(6, [4, 1], seed=0)
+    pages, _ = world.pools
+    ids = pages.get_new_blocks(9)
+    world.register(0, ids.tolist())
+    assert world.memory.num_moved == 0
+    assert not world.memory.gather()
+    pages.free_held(ids[2:6])  # the rest of a slab, and a part of the next
+    assert not world.memory.gather()
+    pages.free_held(ids[6:8])
+    assert world.memory.gather()
+    assert world.memory.num_moved == 1
+    assert world.memory.snapshot().count(0) == 2
+    assert np.flatnonzero(pages.is_hashed).tolist() == sorted(ids[[0, 1, 2, 3, 8]].tolist())
+    assert not world.memory.gather()
+
+
+def test_a_manager_gathers_slabs_where_its_pools_share_them() -> None:
+    """What was cached in them is no hit any more; pools without slabs keep theirs."""
+    for setup in (HYBRID, Setup(HYBRID.groups, blocks_per_slab=(4,))):
+        manager = setup.manager([40])
+        request = Request("r", range(9), block_hasher=BlockHasher(2, "xxhash_cbor", seed="0"))
+        assert manager.allocate_slots(request, 9) is not None
+        request.num_computed_tokens = 9
+        manager.free(request)
+        manager.new_step_starts()
+        assert manager.gather_slabs() == bool(setup.blocks_per_slab)
+        assert manager.get_computed_blocks(request)[1] == (0 if setup.blocks_per_slab else 8)
+        assert not manager.gather_slabs()

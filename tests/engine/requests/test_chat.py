@@ -193,7 +193,7 @@ def test_the_command_line_takes_chats(tmp_path: Path) -> None:
     assert told["num_prompt_tokens"] == len(chat_prompt(load_model(folder), MESSAGES).token_ids)
 
 
-@pytest.mark.parametrize("messages", [[], ["hello"], [None]])
+@pytest.mark.parametrize("messages", [[], ["hello"], [None], [SYSTEM, "hello"]])
 def test_bad_chats_are_refused(messages: Any) -> None:
     with pytest.raises(ValueError, match="expected messages as one or more mappings of role and content"):
         chat_prompt(model_of(MARKED), messages)
