@@ -28,10 +28,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.ring_step import RingStep
 from pallas_kernels.ssm_update.tpu_decode import split
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
+from pallas_kernels.tpu.decode_states import largest_divisor
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Copy, Ref
 
 _BUFFER_BYTES = 4 << 20  # of a tile of states, of four
 _ROWS = 16  # of inputs that go together
+_ROWS_TOGETHER = 4  # of a state, whose products hide each other's latency
 _PRODUCT_ROWS = 512  # of a base state in one matrix product
 _LEAST_LOG = -110.0  # of a decay, beyond which its exponential is 0
 
@@ -422,22 +424,33 @@ def _row_of(size: tuple[int, ...], shape: Shape) -> jax.Array:
 
 
 def _ring_sums(refs: _Refs, shape: Shape) -> None:
-    """Weights of the slots times their inputs, some rows of a tile at a time."""
+    """Weights of the slots times their inputs, eight slots at a time; eight without a token are skipped."""
+    held = refs.held[pl.program_id(0)]
+    _add_slots(refs, shape, 0)
+    for first in range(SUBLANES, shape.slots, SUBLANES):
+        pl.when(held > first)(functools.partial(_add_slots, refs, shape, first))
+
+
+def _add_slots(refs: _Refs, shape: Shape, first_slot: int) -> None:
+    """Adds eight slots to the sums of a tile, some rows at a time; the first ones begin them."""
     seq, tile = pl.program_id(0), pl.program_id(1)
     held, heads = refs.held[seq], shape.per_row
     for first in range(0, shape.tile_rows, _ROWS):
         count = min(_ROWS, shape.tile_rows - first)
         row = tile * shape.tile_rows + first
+        rows = pl.ds(row, count)
         weights = [refs.spread.weights[pl.ds(row * heads + e, count, stride=heads), :] for e in range(heads)]
-        sums = [jnp.zeros((count, LANES), jnp.float32)] * shape.new
-        for j in range(shape.slots):
-            x = refs.rings.xs[seq & 1, j, pl.ds(row, count), :].astype(jnp.float32)
-            x = jnp.where(j < held, x, 0.0)
+        if first_slot:
+            sums = [refs.ring[0, i, rows, :] for i in range(shape.new)]
+        else:
+            sums = [jnp.zeros((count, LANES), jnp.float32)] * shape.new
+        for j in range(first_slot, first_slot + SUBLANES):
+            x = jnp.where(j < held, refs.rings.xs[seq & 1, j, rows, :].astype(jnp.float32), 0.0)
             for i in range(shape.new):
                 lane = i * shape.slots + j
                 sums[i] = sums[i] + x * _by_lanes([w[:, lane : lane + 1] for w in weights], shape.head_dim)
         for i in range(shape.new):
-            refs.ring[0, i, pl.ds(row, count), :] = sums[i]
+            refs.ring[0, i, rows, :] = sums[i]
 
 
 def _move_state(refs: _Refs, shape: Shape, dtype: jnp.dtype) -> None:
@@ -456,8 +469,7 @@ def _move_state(refs: _Refs, shape: Shape, dtype: jnp.dtype) -> None:
     kept = jnp.broadcast_to(refs.kept[0, pl.ds(block, 1), :], (SUBLANES, LANES))
     kept = pltpu.roll(kept, to_first, 1)
 
-    def one(row: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        shares, kept = carry
+    def one(row: jax.Array, shares: jax.Array, kept: jax.Array) -> None:
         x = refs.spread.xs[pl.ds(pl.multiple_of(row * slots, slots), slots), :]
         weighed = x * _by_lanes([shares[:, e : e + 1] for e in range(heads)], shape.head_dim)
         inflow = _inflow(weighed, _b_of(refs, shape, lax.div(first + row * heads, shape.per_group)), dtype)
@@ -466,9 +478,16 @@ def _move_state(refs: _Refs, shape: Shape, dtype: jnp.dtype) -> None:
             state = refs.coming[buffer, head].astype(jnp.float32) * kept[:1, e : e + 1]
             state = state + inflow[e * shape.head_dim : (e + 1) * shape.head_dim]
             refs.going[buffer, head] = state.astype(refs.going.dtype)
-        return pltpu.roll(shares, LANES - heads, 1), pltpu.roll(kept, LANES - heads, 1)
 
-    lax.fori_loop(0, shape.tile_rows, one, (shares, kept))
+    together = largest_divisor(shape.tile_rows, _ROWS_TOGETHER)
+
+    def some(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        for n in range(together):
+            one(i * together + n, *carry)
+            carry = (pltpu.roll(carry[0], LANES - heads, 1), pltpu.roll(carry[1], LANES - heads, 1))
+        return carry
+
+    lax.fori_loop(0, shape.tile_rows // together, some, (shares, kept))
 
 
 def _b_of(refs: _Refs, shape: Shape, group: jax.Array) -> jax.Array:
