@@ -4,7 +4,7 @@ Flow:    api -> [ring_delta_rule] -> outputs and deltas of the new tokens; state
          entries into the rings -> (out, states, ring)
 
 The outputs come from base states and rings as they are; only then states are written, and after these the rings. A
-trip of either loop takes as many sequences as have states of `_TRIP_BYTES`.
+trip of either loop takes as many sequences as have states of `_TRIP_BYTES`; on a CPU of what its caches hold.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pallas_kernels.state_step import with_states
 from pallas_kernels.varying import vary_like
 
 _TRIP_BYTES = 32 << 20
+_CPU_TRIP_BYTES = 2 << 20
 
 _product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -39,11 +40,11 @@ def path_over(states: jax.Array, ring: DeltaRing, num_seqs: int) -> XlaPath:
 
 @functools.partial(jax.jit, static_argnames=("options", "trip_bytes"))
 def ring_delta_rule(
-    inputs: Inputs, pages: Pages, arrays: RingArrays, *, options: Options, trip_bytes: int = _TRIP_BYTES
+    inputs: Inputs, pages: Pages, arrays: RingArrays, *, options: Options, trip_bytes: int | None = None
 ) -> tuple[jax.Array, Pages]:
     """(out, pages) as `RingDeltaOutput`."""
     step = RingStep.of(inputs.v.shape[0], arrays, options.max_new_tokens)
-    size = min(step.read.shape[0], max(1, trip_bytes // (4 * math.prod(pages[0].shape[1:]))))
+    size = _sequences_of_trip(pages[0].shape, step.read.shape[0], trip_bytes)
     with jax.named_scope("outputs"):
         out, deltas = _outputs(inputs, pages, step, options, size)
         pages = _after_reading(pages, deltas)
@@ -63,8 +64,15 @@ def _after_reading(pages: Pages, found: jax.Array) -> Pages:
 
 def num_trips(states_shape: tuple[int, ...], num_seqs: int, num_writing: int) -> dict[str, int]:
     """Runs of the loops over sequences with outputs, and over those that write a state."""
-    size = min(num_seqs, max(1, _TRIP_BYTES // (4 * math.prod(states_shape[1:]))))
+    size = _sequences_of_trip(states_shape, num_seqs, None)
     return {"outputs": cdiv(num_seqs, size), "states": cdiv(num_writing, size)}
+
+
+def _sequences_of_trip(states_shape: tuple[int, ...], num_seqs: int, trip_bytes: int | None) -> int:
+    """Sequences that are taken at a time; None: by the platform."""
+    if trip_bytes is None:
+        trip_bytes = _CPU_TRIP_BYTES if jax.default_backend() == "cpu" else _TRIP_BYTES
+    return min(num_seqs, max(1, trip_bytes // (4 * math.prod(states_shape[1:]))))
 
 
 class _Held(NamedTuple):

@@ -69,7 +69,7 @@ def test_random_steps(name: str, backend: str) -> None:
 def test_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vectorised path takes two sequences at a time, and the last trip fewer."""
     trip_bytes = 2 * 4 * 4 * 4 * 3
-    monkeypatch.setattr(xla_rule, "_TRIP_BYTES", trip_bytes)
+    monkeypatch.setattr(xla_rule, "_CPU_TRIP_BYTES", trip_bytes)
     monkeypatch.setattr(xla_rule, "ring_delta_rule", partial(xla_rule.ring_delta_rule, trip_bytes=trip_bytes))
     assert xla_rule.num_trips((30, 4, 4, 3), 5, 3) == {"outputs": 3, "states": 2}
     for seed in range(3):
