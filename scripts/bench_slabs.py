@@ -12,8 +12,8 @@ leave a checkpoint where it ends, where the turn before ended, and where they en
 where its cached pages end.
 
 *Free exchange* evicts by LRU over bytes: no memory of fixed pages does better under LRU. *Best split* is the best of 19
-fixed shares. Times are means: us a page that is allocated, evictions included, and us a checkpoint, beside the same
-calls on pools of their own that are as large as the load leaves them.
+fixed shares. Times are means of CPU time: us a page that is allocated, evictions included, and us a checkpoint, beside
+the same calls on pools of their own that are as large as the load leaves them.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ class Pools:
         return found if (found > 0).all() else None
 
     def _take(self, pool: BlockPool, count: int, spent: Spent, parts: int) -> np.ndarray:
-        start = time.perf_counter()
+        start = time.thread_time()
         if self.memory is not None:
             needs = [count, 0] if pool is self.pages else [0, count]
             assert self.memory.fit(needs)
         ids = pool.get_new_blocks(count)
-        spent.us += 1e6 * (time.perf_counter() - start)
+        spent.us += 1e6 * (time.thread_time() - start)
         spent.parts += parts
         return ids
 
