@@ -295,9 +295,13 @@ class GroupManagers:
         return sum([pool.prefix_index.num_losses for pool in self.pools])
 
     def are_fresh(self, block_ids: Sequence[np.ndarray]) -> bool:
-        """Whether any of per group int32[k] blocks was registered in this step, and its readers have to wait."""
-        pairs = ((self.place_of_group(i)[0].fresh_blocks, ids) for i, ids in enumerate(block_ids))
-        return any(fresh.cut(ids) < ids.size for fresh, ids in pairs)
+        """Whether a step registers any of per group int32[k] blocks, or a state of the same tokens as the last."""
+        pairs = ((self.place_of_group(i)[0], i, ids) for i, ids in enumerate(block_ids))
+        return any(
+            manager.fresh_blocks.cut(ids) < ids.size
+            or (ids.size > 0 and manager.computes_again(group_id, ids.item(-1)))
+            for manager, group_id, ids in pairs
+        )
 
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps registered."""

@@ -9,8 +9,9 @@ A row's columns, b tokens each, where a step from `start` to `end` tokens leaves
                       start                   (end-1)//b - 1
 
 The checkpoint holds the state after the last tokens whose hash the same prompt can hit; its block does not end there.
-The place is fixed, so that a device finds it. A step that ends at such a length needs none: its running block is
-registered, as the row's tail, and when the row writes there again a copy takes over what it was registered under.
+The place is fixed, so that a device finds it. Such a step may begin inside a block: that one is never registered. A
+step that ends at such a length needs none: its running block is registered, as the row's tail, and when the row writes
+there again a copy takes over what it was registered under.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class InnerStates:
         self._num_speculative = num_speculative
         self.started: set[int] = set()  # rows that have their speculative blocks
         self.checkpoints: dict[int, Place] = {}  # of the latest step
+        self.passed: dict[int, int] = {}  # columns up to that which the latest step began inside and passed over
         self.tails: dict[int, Place] = {}  # registered, and written to next
         self.produced: dict[int, Place] = {}  # the same until the request ends or a copy took over
         self.moved: list[tuple[int, Place, list[int]]] = []  # row, tail, and the copies of all groups
@@ -75,12 +77,15 @@ class InnerStates:
         """The request that `NEW_ROW` stood for has a row."""
         if (place := self.checkpoints.pop(NEW_ROW, None)) is not None:
             self.checkpoints[row] = place
+        if (column := self.passed.pop(NEW_ROW, None)) is not None:
+            self.passed[row] = column
 
     def leave(self, row: int) -> None:
         """The row's request ends."""
         self.started.discard(row)
         for places in (self.checkpoints, self.tails, self.produced):
             places.pop(row, None)
+        self.passed.pop(row, None)
         self.moved = [entry for entry in self.moved if entry[0] != row]
 
     def num_new(self, row: int, num_missing: int) -> int:

@@ -498,6 +498,14 @@ class SingleTypeKVCacheManager(abc.ABC):
         scan = self.start_scan(lookup)
         return scan.ids() if scan.longest(lookup.max_length) else self.no_blocks
 
+    def computes_again(self, group_id: int, block_id: int) -> bool:
+        """Whether a state of the same tokens as a cached block's was registered in this step."""
+        block_hash = self.block_pool.block_hash_of(block_id) if self.holds_states else None
+        if block_hash is None:
+            return False
+        copies = np.array(self.block_pool.hash_maps[group_id].get_blocks(block_hash), np.int64)
+        return bool(self.fresh_blocks.are_fresh(copies).any())
+
     def cached_run(self, block_hashes: Sequence[BlockHash], limit: int = NEVER) -> np.ndarray:
         """int32[G, k] blocks of the longest leading run of hashes, `limit` at most, that every group has cached."""
         runs: list[np.ndarray] = []

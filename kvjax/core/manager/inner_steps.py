@@ -49,10 +49,12 @@ class InnerSteps:
             place = states.rule.place(start, end) if end >= prefill_end or not keeps_only_ends else None
             if place is not None and row != NEW_ROW and not _is_free(manager, states, row, place.column):
                 place = None
-            if place is None:
-                states.checkpoints.pop(row, None)
-            else:
+            states.checkpoints.pop(row, None)
+            states.passed.pop(row, None)
+            if place is not None:
                 states.checkpoints[row] = place
+                if start % manager.block_size:
+                    states.passed[row] = start // manager.block_size + 1
 
     def begin(self, row: int, num_shared_tokens: int) -> None:
         """A new request has a row; some groups had so many of its tokens cached when it was looked up."""
@@ -60,6 +62,16 @@ class InnerSteps:
         self._shared[row] = num_shared_tokens
         for _, states in self._states:
             states.begin(row)
+
+    def leaves_checkpoints(self, start: int, end: int) -> bool:
+        """Whether devices leave a checkpoint of every kind in such a step: then it may leave blocks it began inside."""
+        return bool(self._states) and all(states.rule.place(start, end) for _, states in self._states)
+
+    def pass_over(self, row: int) -> None:
+        """Counts a block that the row's step began inside and left as registered, so that it never is."""
+        for manager, states in self._states:
+            if (column := states.passed.pop(row, None)) is not None:
+                manager.num_cached_blocks[row] = max(manager.num_cached_blocks.item(row), column)
 
     def is_busy(self, row: int) -> bool:
         """Whether the row's next step has something to do here."""

@@ -222,6 +222,8 @@ class RowBlocks:
 
     def register(self, request: Request, row: int, num_cacheable: int, num_tokens: int) -> None:
         """Registers the blocks that the first `num_cacheable` tokens fill, of a row that has computed `num_tokens`."""
+        if self.inner is not None:
+            self.inner.pass_over(row)
         for manager in self._groups.cacheable:
             if num_cacheable >= manager.next_full(row):
                 hashes: Sequence[BlockHash] = request.block_hashes

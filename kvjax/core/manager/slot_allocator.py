@@ -145,7 +145,7 @@ class SlotAllocator:
         if after > limit:
             self._check_length(request, after)
         if self._state_steps is not None:
-            self._state_steps.check_step_ends(computed, after)
+            self._check_step_end(computed, after)
         for manager in self._groups.rings:
             manager.check_rings(np.array([row]), np.array([computed]), np.array([after]))
         settled = max(computed - in_flight, 0)
@@ -154,6 +154,11 @@ class SlotAllocator:
             self._reservations.check_row(row, num_slots, settled)
         cacheable = 0 if delay_caching else self._rows.cacheable_tokens(request, row, after)
         return self._rows.extend(request, row, settled, num_slots, cacheable, after)
+
+    def _check_step_end(self, start: int, after: int) -> None:
+        inner = self._rows.inner
+        if self._state_steps is not None and (inner is None or not inner.leaves_checkpoints(start, after)):
+            self._state_steps.check_step_ends(start, after)
 
     def limit_step(self, request: Request, new: int, new_computed: int, hit: KVCacheBlocks | None) -> int:
         """`KVCacheManager.limit_step`."""
@@ -244,7 +249,7 @@ class SlotAllocator:
         after = total_computed + counts.new
         self._check_new(request, after)
         if self._state_steps is not None:
-            self._state_steps.check_step_ends(total_computed, after)
+            self._check_step_end(total_computed, after)
         if hit is not self._groups.no_blocks or counts.new_computed:
             if self._defers_fresh_hits and self._groups.are_fresh(hit.block_ids):
                 return None

@@ -320,3 +320,22 @@ def test_checkpoint_blocks_need_the_rules_of_vllm() -> None:
     config = KVCacheConfig.single_pool(50, full(2), states(8, checkpoints=True))
     with pytest.raises(NotImplementedError, match="expected retention_interval by vLLM's rules"):
         KVCacheManager(config, MAX_TOKENS, UNIT)
+
+
+def test_a_step_with_a_checkpoint_may_leave_the_block_it_began_inside() -> None:
+    """That block, which has the state of fewer tokens, is no hit of its end; the checkpoint is one."""
+    manager = make(full(2), states(8, checkpoints=True), retention_interval=None)
+    first = request_of("first", list(range(13)))
+    compute(manager, first, 8, 12)
+    manager.free(first)
+    second = request_of("second", [*range(12), *range(40, 60)])
+    compute(manager, second, 32)
+    begun = manager.get_block_ids("second")[1][1]
+    assert not begun or not manager.block_pool.is_hashed[begun]
+    for shared, expected in ((31, 30), (20, 12)):
+        other = request_of(f"other{shared}", [*second.token_ids[:shared].tolist(), 99, 99])
+        assert manager.get_computed_blocks(other)[1] == expected
+    plain = make(full(2), states(8), retention_interval=None)
+    compute(plain, third := request_of("third", list(range(32))), 4)
+    with pytest.raises(ValueError, match="expected a step from 4 computed tokens to end at 8"):
+        plain.allocate_slots(third, 28)
