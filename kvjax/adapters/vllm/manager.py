@@ -458,7 +458,7 @@ def _core_options(given: Mapping[str, Any], release: Release) -> ManagerOptions:
     options = ManagerOptions.vllm(rules.preset)
     return replace(
         options,
-        rules=replace(options.rules, inner_hits=options.rules.inner_hits and _has_fine_states(given)),
+        rules=replace(options.rules, inner_hits_of_units=given.get("dcp_world_size", 1) > 1 and rules.shards_by_group),
         num_hash_lookahead_tokens=given.get("num_hash_lookahead_tokens", 0),
         enable_caching=bool(given["enable_caching"]),
         use_eagle=bool(given["use_eagle"]),
@@ -469,14 +469,6 @@ def _core_options(given: Mapping[str, Any], release: Release) -> ManagerOptions:
         zero_new_pages=bool(getattr(config, "needs_kv_cache_zeroing", False)),
         retention_interval=getattr(config, "prefix_cache_retention_interval", None),
     )
-
-
-def _has_fine_states(given: Mapping[str, Any]) -> bool:
-    """Whether states have blocks larger than a hash block, or as large where ranks share a block's tokens, if any."""
-    least = given["hash_block_size"] + (given["dcp_world_size"] == 1)
-    specs = [group.kv_cache_spec for group in given["kv_cache_config"].kv_cache_groups]
-    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
-    return max((spec.block_size for spec in layers if type(spec).__name__ == "MambaSpec"), default=least) >= least
 
 
 __all__ = ["KVCacheManager"]

@@ -139,27 +139,33 @@ class GroupManagers:
                     f"{self.hashing.hash_block_size} and {kind} blocks of {manager.block_size} tokens"
                 )
 
+    @property
+    def _registers_inside(self) -> bool:
+        """Whether vLLM 0.33's rules register a prompt's last hash in the block that it lies in."""
+        rules = self.options.rules
+        is_vllms = rules.inner_hits and rules.retention_ends != "all"
+        return is_vllms and self.options.enable_caching and self.num_groups > 1
+
     def _find_inner_hits(self) -> bool:
         unit, options = self.hashing.hash_block_size, self.options
-        if not options.rules.inner_hits or not options.enable_caching or self.num_groups < 2:
-            return False
-        if options.sub_block_hits or self.pools[0].tier_link is not None:
+        if not self._registers_inside or options.sub_block_hits or self.pools[0].tier_link is not None:
             return False
         sizes = [manager.block_size for manager in self.cacheable if manager.holds_states]
         fit = all(m.holds_states or not m.forgets or m.block_size == unit for m in self.cacheable)
-        return fit and min(sizes, default=0) >= unit and self.whole_blocks > unit
+        least = unit if options.rules.inner_hits_of_units else unit + 1
+        return fit and max(sizes, default=0) >= least and self.whole_blocks > unit
 
     def _keep_inner_states(self) -> None:
-        """Lets managers of states keep some where no block ends, if hits may end there or devices leave checkpoints."""
+        """Lets managers of states keep some inside blocks, by vLLM's rules or where devices leave checkpoints."""
         for manager in self.managers:
             if not isinstance(manager, RecurrentManager) or not manager.enable_caching:
                 continue
             spec = manager.kv_cache_spec
-            if not self.has_inner_hits and not spec.num_prefill_checkpoint_blocks:
+            if not self._registers_inside and not spec.num_prefill_checkpoint_blocks:
                 continue
             if manager.answer_states is not None:
                 raise NotImplementedError(
-                    "expected retention_interval by vLLM's rules (`ManagerOptions.vllm`) with states inside blocks or "
+                    "expected retention_interval by vLLM's rules (`ManagerOptions.vllm`) with "
                     f"num_prefill_checkpoint_blocks={spec.num_prefill_checkpoint_blocks}"
                 )
             rule = CheckpointRule(
@@ -170,7 +176,7 @@ class GroupManagers:
                 num_lookahead=self.options.num_hash_lookahead_tokens,
                 multiple=spec.prefill_checkpoint_alignment if spec.num_prefill_checkpoint_blocks else None,
             )
-            manager.inner_states = InnerStates(rule, spec.num_speculative_blocks, self.has_inner_hits)
+            manager.inner_states = InnerStates(rule, spec.num_speculative_blocks, self._registers_inside)
 
     def keep_shared_tails(self) -> None:
         """From now on states at the ends of prefixes that requests share are registered too, inside blocks."""

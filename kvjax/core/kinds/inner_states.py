@@ -63,7 +63,7 @@ class InnerStates:
 
     def __init__(self, rule: CheckpointRule, num_speculative: int, has_tails: bool) -> None:
         self.rule = rule
-        self.has_tails = has_tails  # whether hits may end inside blocks
+        self.has_tails = has_tails  # whether the state at a prompt's last hash is registered
         self.keeps_shared = False  # whether the end of a shared prefix is a tail, as a prompt's end
         self._num_speculative = num_speculative
         self.started: set[int] = set()  # rows that have their speculative blocks

@@ -122,6 +122,9 @@ class InnerSteps:
             elif manager.num_tokens_of(row, place.column) != place.num_tokens:
                 manager.register_state(request, row, hashes, place, replaces=True)
             return
+        if not self._groups.has_inner_hits:  # what a hit of whole blocks can use, and with EAGLE a block more
+            whole = num_tokens // rule.unit * rule.unit
+            num_tokens = min(num_tokens, whole + rule.block_size * rule.drops_unit) if whole else 0
         is_tail = num_tokens == rule.last_length(request.num_prompt_tokens, self._unit)
         if states.keeps_shared:
             is_new = request.num_computed_tokens < num_tokens <= request.num_prompt_tokens

@@ -25,6 +25,8 @@ class ReleaseRules:
             that this step computes. False: such a state is no hit before `new_step_starts`.
         inner_hits: whether hits of models with recurrent states may end inside blocks, at any hash block, where all
             kinds can: an end of a prompt is then registered in the block that it lies in, and a hit copies that block.
+        inner_hits_of_units: whether they may where only other kinds have blocks of several hash blocks, as vLLM's where
+            ranks share the tokens of a block.
         extra_key_style: of a `BlockHasher`, which requests bring: how what else a hash covers is written.
     """
 
@@ -33,6 +35,7 @@ class ReleaseRules:
     retention_ends: str = "all"
     defer_fresh_hits: bool = False
     inner_hits: bool = False
+    inner_hits_of_units: bool = False
     extra_key_style: str = "vllm-0.33"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -263,7 +264,9 @@ def test_a_hit_whose_block_was_evicted_is_refused() -> None:
 @pytest.mark.parametrize("eagle", [False, True])
 def test_a_hit_of_full_attention_may_end_anywhere_in_its_last_block(eagle: bool) -> None:
     """A block of 8 that is full serves every unit of it; with EAGLE one unit is dropped."""
-    manager = make(full(8), states(2), use_eagle=eagle, retention_interval=None)
+    assert not make(full(8), states(2)).groups.has_inner_hits  # nor in vLLM, unless ranks share blocks' tokens
+    rules = replace(ManagerOptions.vllm("0.33.0").rules, inner_hits_of_units=True)
+    manager = make(full(8), states(2), use_eagle=eagle, retention_interval=None, rules=rules)
     first = request_of("first", list(range(16)))
     compute(manager, first, *range(2, 17, 2))
     for shared in (9, 10, 11, 12, 13):
