@@ -169,7 +169,7 @@ def test_in_lock_step_with_lists(shape: Any, seed: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_fits_can_be_taken_in_any_order(shape: Any, seed: int) -> None:
-    """Also where slabs are noted long before they are taken, and hits become held first."""
+    """Also where pools take by turns, slabs are noted long before they are taken, and hits become held first."""
     num_slabs, blocks_per_slab = shape
     world = World(num_slabs, blocks_per_slab, seed)
     num_fitting = num_refused = 0
@@ -182,11 +182,11 @@ def test_what_fits_can_be_taken_in_any_order(shape: Any, seed: int) -> None:
             for p, hit in enumerate(hits):
                 world.pools[p].touch(hit)
                 world.held[p] += hit.tolist()
-            for p in world.rng.permutation(len(world.pools)).tolist():
-                for count in (new[p] // 2, new[p] - new[p] // 2):
-                    ids = world.pools[p].get_new_blocks(count).tolist()
-                    world.register(p, ids[: len(ids) * 2 // 3])
-                    world.held[p] += ids
+            takes = [(p, count) for p, most in enumerate(new) for count in (most // 2, most - most // 2)]
+            for p, count in world.rng.permutation(takes).tolist():
+                ids = world.pools[p].get_new_blocks(count).tolist()
+                world.register(p, ids[: len(ids) * 2 // 3])
+                world.held[p] += ids
         else:
             num_refused += 1
             for p in range(len(world.pools)):
