@@ -77,6 +77,12 @@ def slab_rows(rows: int, *, on_tpu: bool) -> int:
     return cdiv(rows, TPU_SUBLANES) * TPU_SUBLANES if on_tpu else rows
 
 
+def slot_rows(count: int, dtype: str) -> tuple[int, int]:
+    """[rows, 128], the shape of `count` numbers in whole rows of 128 words, of which 16-bit numbers share each."""
+    packing = 32 // dtype_bits(dtype)
+    return cdiv(count, packing * TPU_LANES) * packing, TPU_LANES
+
+
 def tokens_per_row(num_kv_heads: int, packing: int) -> int:
     """Tokens of one device's packed pages that share a row of words of `packing` numbers each."""
     return max(1, packing // (2 * num_kv_heads))

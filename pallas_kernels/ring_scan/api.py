@@ -24,11 +24,11 @@ import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
+from pallas_kernels.layouts import slot_rows
 from pallas_kernels.lazy import lazy
 from pallas_kernels.ring_checks import check_ring_step
 from pallas_kernels.ring_scan import reference, validate, xla_scan
 from pallas_kernels.ring_scan.arguments import Options, Scan, ScanRing
-from pallas_kernels.ring_scan.slots import rows_of_slots
 from pallas_kernels.ring_step import RingArrays
 from pallas_kernels.slab_pages import in_one_column, name_in_slabs
 
@@ -62,7 +62,7 @@ def ring_page_shapes(
     Of one device: `num_heads` and `num_groups` are those of its shard. `dtype`: of x and b.
     """
     counts = ((num_heads * head_dim, dtype), (num_heads, "float32"), (num_groups * state_dim, dtype))
-    return tuple(((num_slots, *rows_of_slots(*count)), count[1]) for count in counts)
+    return tuple(((num_slots, *slot_rows(*count)), count[1]) for count in counts)
 
 
 @by_default_rules

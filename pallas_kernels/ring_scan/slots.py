@@ -1,10 +1,9 @@
 """How the numbers of a token lie in a slot of a ring.
 
-Flow:    shapes of a layer -> [rows_of_slots] -> page shapes of a ring
-         numbers of tokens -> [to_slots] -> entries of slots -> [from_slots] -> numbers of tokens
+Flow:    numbers of tokens -> [to_slots] -> entries of slots -> [from_slots] -> numbers of tokens
 
 A slot is an array of any shape whose first numbers are the token's. Plain ones are shaped as the token's numbers. Those
-of TPU kernels are whole rows of 128 words, so that a DMA writes one without what is beside it.
+of TPU kernels are whole rows of 128 words (`layouts.slot_rows`), so that a DMA writes one without what is beside it.
 """
 
 from __future__ import annotations
@@ -13,16 +12,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-
-from pallas_kernels.layouts import cdiv, dtype_bits
-
-LANES = 128
-
-
-def rows_of_slots(count: int, dtype: str) -> tuple[int, int]:
-    """Shape of a slot of `count` numbers, [rows, 128]: whole rows of words, of which 16-bit numbers share each."""
-    packing = 32 // dtype_bits(dtype)
-    return cdiv(count, packing * LANES) * packing, LANES
 
 
 def to_slots(numbers: jax.Array, ring: jax.Array) -> jax.Array:
@@ -38,4 +27,4 @@ def from_slots(entries: jax.Array, num_leading: int, shape: tuple[int, ...]) -> 
     return entries.reshape(*leading, -1)[..., : math.prod(shape)].reshape(*leading, *shape)
 
 
-__all__ = ["LANES", "from_slots", "rows_of_slots", "to_slots"]
+__all__ = ["from_slots", "to_slots"]

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.layouts import slot_rows
 from pallas_kernels.ring_scan import tpu_ring
 from pallas_kernels.ring_scan.arguments import Options, Scan
 from pallas_kernels.ring_scan.reference import Pages, Tokens, with_skip
-from pallas_kernels.ring_scan.slots import rows_of_slots, to_slots
+from pallas_kernels.ring_scan.slots import to_slots
 from pallas_kernels.ring_step import RingArrays, RingStep
 from pallas_kernels.ssm_update.running_sums import RunningSums
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES
@@ -35,7 +36,7 @@ def reason_not_supported(inputs: Scan, pages: Sequence[jax.Array], max_new_token
     (_, heads, head_dim, state_dim), groups, slots = states.shape, b.shape[1], ring[0].shape[1]
     counts = (heads * head_dim, heads, groups * state_dim)
     for name, array, count in zip(("xs", "dts", "bs"), ring, counts, strict=True):
-        wanted = rows_of_slots(count, str(array.dtype))
+        wanted = slot_rows(count, str(array.dtype))
         if array.shape[2:] != wanted:
             return f"TPU kernels take ring.{name} with slots {wanted}, see ring_page_shapes, got {array.shape[2:]}"
     if slots % SUBLANES or slots * max_new_tokens > LANES:
