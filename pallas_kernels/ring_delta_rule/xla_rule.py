@@ -112,17 +112,17 @@ def _outputs(inputs: Inputs, pages: Pages, step: RingStep, options: Options, siz
         num_new = jnp.where(is_real, step.num_new[seq], 0)
         page = jnp.where(is_real, step.read[seq], 0)
         held = _Held.of(pages, page, jnp.where(is_real, step.held[seq], 0), options)
-        base = pages[0][page].astype(jnp.float32)
-        window = _Window.of(held, most)
+        before = _Before(pages[0][page].astype(jnp.float32), held.base, held.kept * held.keys, held.deltas)
 
-        def token(t: jax.Array, carry: tuple[_Window, jax.Array, jax.Array]) -> tuple[_Window, jax.Array, jax.Array]:
+        def token(t: jax.Array, carry: tuple[_New, jax.Array, jax.Array]) -> tuple[_New, jax.Array, jax.Array]:
             window, *results = carry
             at = jnp.where(t < num_new, step.starts[seq] + t, num_tokens)
             new = Inputs(*(x.at[at].get(mode="fill", fill_value=0) for x in inputs))
-            window, *found = window.after(by_head(prepared(new, options.rule)), base, pages[1].shape[1] + t)
+            window, *found = window.after(by_head(prepared(new, options.rule)), before, t)
             out, deltas = (x.at[at].set(y, mode="drop") for x, y in zip(results, found, strict=True))
             return window, out, deltas
 
+        window = vary_like(_New.none(held, most), *carry)
         return lax.fori_loop(0, jnp.max(num_new), token, (window, *carry))[1:]
 
     nothing = jnp.zeros(inputs.v.shape, jnp.float32)
@@ -130,37 +130,47 @@ def _outputs(inputs: Inputs, pages: Pages, step: RingStep, options: Options, siz
     return lax.fori_loop(0, -(-count // size), trip, carry)
 
 
-class _Window(NamedTuple):
-    """Held and new tokens of n sequences, W = R + `max_new_tokens`; 0 where there is no token yet."""
+class _Before(NamedTuple):
+    """What n sequences have before their new tokens."""
 
-    keys: jax.Array  # [n, W, H, K]
-    deltas: jax.Array  # [n, W, H, V]
-    kept: jax.Array  # [n, W, H, 1 or K]
-    base: jax.Array  # [n, H, 1 or K]
+    states: jax.Array  # [n, H, K, V]
+    kept: jax.Array  # [n, H, 1 or K] what decay leaves of these
+    keys: jax.Array  # [n, R, H, K] what decay leaves of the held tokens' keys
+    deltas: jax.Array  # [n, R, H, V]
+
+    def seen(self, x: jax.Array) -> jax.Array:
+        """[n, H, V] of x [n, H, K]."""
+        of_states = jnp.sum(self.states * (self.kept * x)[..., None], axis=2)
+        return of_states + _weighed(self.keys, x, self.deltas)
+
+
+class _New(NamedTuple):
+    """The new tokens of n sequences so far, 0 where there is none yet."""
+
+    keys: jax.Array  # [n, M, H, K] what decay leaves of them
+    deltas: jax.Array  # [n, M, H, V]
+    passed: jax.Array  # [n, H, 1 or K] what decay leaves of everything before them
 
     @classmethod
-    def of(cls, held: _Held, most: int) -> _Window:
-        """With room for so many new tokens."""
-        room = [(0, 0), (0, most), (0, 0), (0, 0)]
-        return cls(jnp.pad(held.keys, room), jnp.pad(held.deltas, room), jnp.pad(held.kept, room), held.base)
+    def none(cls, held: _Held, most: int) -> _New:
+        """With room for M = `most`."""
+        keys, deltas = (jnp.zeros((len(x), most, *x.shape[2:]), jnp.float32) for x in (held.keys, held.deltas))
+        return cls(keys, deltas, jnp.ones_like(held.base))
 
-    def after(self, new: Inputs, states: jax.Array, slot: jax.Array) -> tuple[_Window, jax.Array, jax.Array]:
-        """(the window after a token more of each, which goes into `slot`; its outputs, its deltas [n, H, V])."""
+    def after(self, new: Inputs, before: _Before, place: jax.Array) -> tuple[_New, jax.Array, jax.Array]:
+        """(these and a token more of each, at `place`; its outputs, its deltas [n, H, V])."""
         q, k, v, g, beta = new
         decay = jnp.exp(g)
-        base, kept = self.base * decay, (self.kept * decay[:, None]).at[:, slot].set(1)
-        keys = self.keys.at[:, slot].set(k)
-        decayed = kept * keys
+        passed, keys = self.passed * decay, self.keys * decay[:, None]
+        of_key, of_query = (before.seen(passed * x) for x in (k, q))
+        delta = beta[..., None] * (v - of_key - _weighed(keys, k, self.deltas))
+        keys, deltas = (x.at[:, place].set(y) for x, y in ((keys, k), (self.deltas, delta)))
+        return _New(keys, deltas, passed), of_query + _weighed(keys, q, deltas), delta
 
-        def seen(x: jax.Array, deltas: jax.Array) -> jax.Array:
-            """[n, H, V] of x [n, H, K]."""
-            weights = jnp.sum(x[:, None] * decayed, axis=-1)
-            own = jnp.sum(states * (base * x)[..., None], axis=2)
-            return own + jnp.sum(weights[..., None] * deltas, axis=1)
 
-        delta = beta[..., None] * (v - seen(k, self.deltas))
-        deltas = self.deltas.at[:, slot].set(delta)
-        return _Window(keys, deltas, kept, base), seen(q, deltas), delta
+def _weighed(keys: jax.Array, x: jax.Array, deltas: jax.Array) -> jax.Array:
+    """[n, H, V] deltas [n, W, H, V], weighed by the products of keys [n, W, H, K] with x [n, H, K]."""
+    return jnp.sum(jnp.sum(keys * x[:, None], axis=-1)[..., None] * deltas, axis=1)
 
 
 def _written(pages: Pages, step: RingStep, options: Options, size: int) -> jax.Array:
