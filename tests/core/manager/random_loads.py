@@ -261,7 +261,8 @@ class RandomLoads:
                     page.pop(position % manager.block_size, None)
             elif manager.is_prefix_cacheable:
                 state = (group_id, request.cache_salt, tuple(request.token_ids[: load.stop].tolist()))
-                self.device.pages[pool_id, self.device.page_of_state(request, group_id, load.stop)] = {0: state}
+                page = self.device.page_of_state(request, group_id, load.stop)
+                self.device.pages[pool_id, page] = {0: state, "base": load.stop}
 
     def check(self) -> None:
         for request in self.settled_requests():
