@@ -20,10 +20,12 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule, reference
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ring_delta_rule import DeltaRing, ring_delta_rule
 from pallas_kernels.ring_scan import RingScanOutput, ScanRing, ring_scan
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.pallas_kernels.gated_delta_rule import test_validate as delta
+from tests.pallas_kernels.ring_delta_rule import test_validate as ring_delta
 from tests.pallas_kernels.ring_scan import test_validate as ring_scan_cases
 from tests.pallas_kernels.ssm_update import test_validate as ssm
 
@@ -129,3 +131,20 @@ def test_gated_delta_nets(least_numbers: int, backend: str, monkeypatch: pytest.
         out = traced(lambda *x, step=step: tuple(gated_delta_rule(*x, **step)), (paged,) * 6, paged, *arrays)
         assert [x.shape for x in out] == [(6, 4, 5), (7, 4, 3, 5)]
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("is_per_channel", [False, True])
+def test_gated_delta_nets_over_rings(is_per_channel: bool, backend: str) -> None:
+    good, head, slot = ring_delta.GOOD, PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp")
+    gates, decays = ((6, 4, 3), (7, 4, 4, 3)) if is_per_channel else ((6, 4), (7, 4, 4))
+    given = good | {"g": jnp.zeros(gates), "ring": ring_delta.ring(decays=decays)}
+    names = ("q", "k", "v", "g", "beta", "states")
+    step: dict[str, Any] = {name: x for name, x in given.items() if name not in (*names, "ring")}
+
+    def call(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        result = ring_delta_rule(*arrays[:6], DeltaRing(*arrays[6:]), **step, backend=backend)
+        return result.out, result.states
+
+    out = traced(call, (head,) * 6 + (slot,) * 3, head, *(given[name] for name in names), *given["ring"])
+    assert [x.shape for x in out] == [(6, 4, 5), (7, 4, 3, 5)]
