@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.cases.in_slabs import bits
 from pallas_kernels.layouts import PageLayout, attention_layout, latent_layout, recurrent_layout
-from pallas_kernels.slab_pages import PlaceInSlab, SlabArray, SlabColumn, places_of, rows_of
+from pallas_kernels.slab_pages import PlaceInSlab, SlabArray, SlabColumn, in_one_column, places_of, rows_of
 
 SLABS = 4
 STATES_ON_TPU = {
@@ -133,3 +133,19 @@ def test_a_jitted_loop_that_is_given_the_memory_changes_it_in_place() -> None:
 def test_rows_are_filled_to_the_last_number(dtype: str, in_a_row: int) -> None:
     counts = (1, in_a_row, in_a_row + 1, 9 * in_a_row, 9 * in_a_row + 1)
     assert [rows_of(count, dtype) for count in counts] == [1, 1, 2, 9, 10]
+
+
+def test_arrays_of_one_memory_are_a_column_and_others_a_tuple() -> None:
+    """Arrays of a column come back as it; of two memories, or beside an array of its own, they stay apart."""
+    places = places_of([((2, 4), "float32"), ((3,), "float32")], 1, packs=False)
+    memory = jnp.zeros((4, 2, 128), jnp.uint32)
+    first, second = SlabArray(memory, places[0]), SlabArray(memory, places[1])
+    column = in_one_column((first, second))
+    assert isinstance(column, SlabColumn)
+    assert column.memory is memory
+    assert column.places == places
+    other = SlabArray(memory + 1, places[1])
+    for arrays in ((first, other), (first, jnp.zeros((4, 3)))):
+        apart = in_one_column(arrays)
+        assert isinstance(apart, tuple)
+        assert all(x is y for x, y in zip(apart, arrays, strict=True))
