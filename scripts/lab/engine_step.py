@@ -153,6 +153,7 @@ def compile_step(
     num_context: int = 1,
     one_memory: bool = False,
     idle_state_dtype: str | None = None,
+    ring_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Compiles a step, and encoders and work on pages as done before one; the report of the step.
 
@@ -176,14 +177,18 @@ def compile_step(
     from kvjax.engine.step.config import CHECKPOINTS_IN_STEP
     from kvjax.models import ModelConfig, build_model
     from kvjax.models.sharding import param_sharding
-    from kvjax.planning import Parallelism, plan_kv_cache, with_idle_states
+    from kvjax.planning import Parallelism, plan_kv_cache, with_idle_states, with_ring_states
 
     config = ModelConfig.from_dict(config_of(model, num_layers))
     splits = config.splits_cache(num_shards)
     platform, devices = described(chip, num_context * num_shards)
     specs = config.kv_cache_specs(max(block_size, config.default_block_size) * num_context, "bfloat16")
+    if idle_state_dtype is not None:
+        specs = with_idle_states(specs, idle_state_dtype)
+    if ring_tokens is not None:
+        specs = with_ring_states(specs, ring_tokens, num_drafts=0)
     options: dict[str, Any] = {
-        "specs": specs if idle_state_dtype is None else with_idle_states(specs, idle_state_dtype),
+        "specs": specs,
         "max_model_len": 8192,
         "max_in_flight_tokens": num_tokens,
         "platform": platform,
@@ -278,6 +283,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--block-size", type=int, default=64, help="but at least the model's own")
     parser.add_argument("--one-memory", action="store_true", help="all pools share the memory of so many blocks")
     parser.add_argument("--idle-states", metavar="DTYPE", help="cached states are kept so: int8, int16")
+    parser.add_argument("--ring-tokens", type=int, metavar="N", help="of recurrent states")
     options = parser.parse_args(arguments)
     report = compile_step(
         options.chip,
@@ -290,6 +296,7 @@ def main(arguments: list[str]) -> int:
         num_context=options.context,
         one_memory=options.one_memory,
         idle_state_dtype=options.idle_states,
+        ring_tokens=options.ring_tokens,
     )
     print(json.dumps(report))
     return int(not is_in_place(report))

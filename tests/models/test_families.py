@@ -83,7 +83,9 @@ def test_prefix_hits_change_nothing(family: Family, async_scheduling: bool) -> N
         request_id = add_golden(engine, longer, greedy_params(half))
         result = drain(engine)[request_id]
         assert_golden(engine, longer, result)
-        assert (result.stats.num_cached_tokens > 0) == (len(longer.prompt) > least)
+        # of an answer a recurrent state is kept behind 64 tokens and more: these prompts hit the first one's alone
+        known = golden if engine.manager.groups.state_steps else longer
+        assert (result.stats.num_cached_tokens > 0) == (len(known.prompt) > least)
     assert_nothing_is_left(engine)
 
 

@@ -12,7 +12,7 @@ The arrays of a page:
     convolutions    as of `MambaSpec`, `most_drafts` inputs longer: the input of token t is at place (t - 1) % length
     state           [heads, ...] after `base` tokens
     ring            [ring_tokens, heads, ...] for each of `token_shapes`
-    base            int32[heads], all equal: tokens of the state
+    base            int32[1, heads], all equal: tokens of the state
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RingStateSpec(MambaSpec):
             *((channels, length + num_drafts) for channels, length in convolutions),
             state,
             *((ring_tokens, *shape) for shape in spec.token_shapes),
-            (state[0],),
+            (1, state[0]),
         )
         dtypes = (*convolution_dtypes, state_dtype, *spec.token_dtypes, "int32")
         own = {field.name: getattr(spec, field.name) for field in fields(MambaSpec)}
@@ -84,8 +84,9 @@ class RingStateSpec(MambaSpec):
 
     @property
     def head_axes(self) -> tuple[int, ...]:
-        """The first of each array, but for those of the ring."""
-        return (*[0] * (len(self.shapes) - 1 - self.num_ring_arrays), *[1] * self.num_ring_arrays, 0)
+        """The first of each array, but for those of the ring, and the base."""
+        num_others = 1 + self.num_ring_arrays
+        return (*[0] * (len(self.shapes) - num_others), *[1] * num_others)
 
     @property
     def num_drafts(self) -> int:

@@ -43,9 +43,9 @@ class RingStep(NamedTuple):
 
     @classmethod
     def of(cls, step: RecurrentStep, base: jax.Array, sizes: RingSizes) -> RingStep:
-        """Those of a step over pages whose states are of int32[pages, heads] `base` tokens."""
+        """Those of a step over pages whose states are of int32[pages, 1, heads] `base` tokens."""
         read, write, before, q_lens = _pages_and_tokens(step)
-        num_held = jnp.where(read > 0, before - base[read, 0], 0)
+        num_held = jnp.where(read > 0, before - base[read, 0, 0], 0)
         is_short = q_lens <= sizes.most_new_tokens
         if step.checkpoint_ends is not None:
             is_short &= ~jnp.any(step.checkpoint_ends > 0, axis=1)
@@ -77,16 +77,16 @@ class RingStep(NamedTuple):
             has_initial_state=is_long & (self.before > 0),
         )
 
-    def base_after(self, base: jax.Array, step: RecurrentStep) -> jax.Array:  # int32[pages, heads]
+    def base_after(self, base: jax.Array, step: RecurrentStep) -> jax.Array:  # int32[pages, 1, heads]
         """How many tokens the states are of after the step."""
         writes = self.writes_state | ~self.is_short
         after = jnp.where(self.is_short, self.before, self.before + self.q_lens)
-        base = _set_rows(base, jnp.where(writes, self.write, 0), after[:, None])
+        base = _set_rows(base, jnp.where(writes, self.write, 0), after[:, None, None])
         if step.checkpoint_ends is None or step.checkpoint_pages is None:
             return base
         ends = step.checkpoint_ends
         pages = jnp.where((ends > 0) & (self.q_lens > 0)[:, None], step.checkpoint_pages, 0)
-        return _set_rows(base, pages.reshape(-1), (self.before[:, None] + ends).reshape(-1, 1))
+        return _set_rows(base, pages.reshape(-1), (self.before[:, None] + ends).reshape(-1, 1, 1))
 
 
 # (state, ring, arguments of the op by name) -> (outputs, state, ring)
