@@ -19,7 +19,8 @@ from kvjax.core.kinds.ring_state import RingStateSpec
 from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES, PageCopies
 from kvjax.core.spec import SlabSpec
 
-Page = dict[Any, Any]
+Page = dict[int, Any]
+BASE = 1 << 40  # behind all offsets: of how many tokens the state of a page with a ring is
 
 
 @dataclass
@@ -125,7 +126,8 @@ class PageContents:
                     assert page not in writer
                     writer[page] = row
                     values[page] = (*key, tuple(tokens[: parts[row].request.num_computed_tokens + end]))
-                    bases[page] = len(values[page][2])
+                    if bases:
+                        bases[page] = len(values[page][2])
             for row, page in zip(plan.rows.tolist(), group.state_read.tolist(), strict=True):
                 request = parts[row].request
                 if start := request.num_computed_tokens:
@@ -133,7 +135,7 @@ class PageContents:
                     assert self.holds(group.pool_id, page, (group_id, request.cache_salt, known))
                     assert writer.get(page, row) == row
             for page, value in values.items():
-                self.pages[group.pool_id, page] = {0: value, "base": bases.get(page, len(value[2]))}
+                self.pages[group.pool_id, page] = {0: value} | ({BASE: bases[page]} if page in bases else {})
         for moves in plan.idle_states:
             self.move(moves.running_pool, moves.idle_pool, moves.stores, self.idle)
 
@@ -150,7 +152,7 @@ class PageContents:
             plan.rows.tolist(), group.state_read.tolist(), group.state_write.tolist(), strict=True
         ):
             start, count = parts[row].request.num_computed_tokens, parts[row].count
-            base = self.page(group.pool_id, read)["base"] if start else 0
+            base = self.page(group.pool_id, read)[BASE] if start else 0
             if count > 1 + spec.most_drafts or row in on_way:
                 bases[write] = start + count
             else:
@@ -164,7 +166,7 @@ class PageContents:
             return False
         *key, tokens = found[0]
         length = len(state[-1])
-        return (*key, tokens[:length]) == state and found["base"] <= length
+        return (*key, tokens[:length]) == state and found.get(BASE, len(tokens)) <= length
 
     def on_the_way(self, plan: StepPlan, group_id: int) -> Iterator[tuple[int, list[int], list[int]]]:
         """Rows that leave states inside the step: after how many of its tokens, and in which pages."""
@@ -191,7 +193,7 @@ class PageContents:
         assert len(set(copies.destinations.tolist())) == copies.destinations.size
         read = [self.page(source_pool, page)[0] for page in copies.sources.tolist()]
         for page, (group_id, *state) in zip(copies.destinations.tolist(), read, strict=True):
-            self.pages[destination_pool, page] = {0: (group_of[group_id], *state), "base": len(state[-1])}
+            self.pages[destination_pool, page] = {0: (group_of[group_id], *state)}
 
     def edit(self) -> None:
         zeros = self.manager.take_pages_to_zero()
@@ -241,7 +243,8 @@ class PageContents:
                 if computed == self.manager.request_table.num_start_tokens[request.row]:  # its first step is to load it
                     group_id = self.idle.get(group_id, group_id)
                 state = (group_id, request.cache_salt, tuple(tokens[:computed]))
-                assert self.holds(pool_id, self.page_of_state(request, group_id, computed), state)
+                of_group = self.groups_of(request)[group_id][1]
+                assert self.holds(of_group, self.page_of_state(request, group_id, computed), state)
             else:
                 for position in range(manager.get_num_skipped_tokens(computed), computed):
                     slot = self.page(pool_id, ids[position // manager.block_size]).get(position % manager.block_size)

@@ -262,7 +262,7 @@ class RandomLoads:
             elif manager.is_prefix_cacheable:
                 state = (group_id, request.cache_salt, tuple(request.token_ids[: load.stop].tolist()))
                 page = self.device.page_of_state(request, group_id, load.stop)
-                self.device.pages[pool_id, page] = {0: state, "base": load.stop}
+                self.device.pages[pool_id, page] = {0: state}
 
     def check(self) -> None:
         for request in self.settled_requests():
