@@ -52,13 +52,16 @@ class RingDeltaCase(RingCase):
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> RingDeltaCase:
-        """A case of either kind of decays, any dtypes and options."""
+        """A case of either kind of decays, any dtypes and options; for TPU one whose pages fill rows of slabs."""
         sizes = [(2, 4, 4, 3), (1, 3, 1, 1), (2, 2, 16, 16)]
         if backend == "tpu":
             sizes = [(1, 2, 128, 128), (2, 2, 128, 128), (8, 16, 128, 128)]
         key_heads, heads, key_dim, value_dim = one_of(rng, sizes)
         dtypes = ["float32", "bfloat16", *["float16"] * (backend != "tpu")]
-        slots = one_of(rng, [1, 4, 8])
+        slots, per_channel = one_of(rng, [1, 4, 8]), int(rng.integers(2))
+        if backend == "tpu":
+            per_channel = per_channel if heads == 16 else 1
+            slots = max(4, slots) if per_channel else 8
         return cls(
             tokens=one_of(rng, [1, 9, 20]),
             seqs=6,
@@ -71,7 +74,7 @@ class RingDeltaCase(RingCase):
             heads=heads,
             key_dim=key_dim,
             value_dim=value_dim,
-            per_channel=int(rng.integers(2)),
+            per_channel=per_channel,
             l2norm=int(rng.integers(2)),
             scale=0.7,
             delta_dtype=one_of(rng, dtypes[:2]),
