@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.families import FAMILIES, IN_SLABS
+from tests.models.families import FAMILIES, IN_RINGS, IN_SLABS
 
 PROGRAM = """
 import sys
 import jax
 from kvjax.engine import LLMEngine
-from tests.models.families import FAMILIES, IN_SLABS, add_golden, drain, engine_config, greedy_params
+from tests.models.families import FAMILIES, IN_RINGS, IN_SLABS, add_golden, drain, engine_config, greedy_params
 from tests.models.golden_models import goldens_of, model_folder
 
-family = next(family for family in (*FAMILIES, *IN_SLABS) if family.id == sys.argv[1])
+family = next(family for family in (*FAMILIES, *IN_SLABS, *IN_RINGS) if family.id == sys.argv[1])
 settings = {"num_devices": 4, "dtype": "float32", "streaming": family.streaming}
 changes = {"idle_state_dtype": sys.argv[2]} if len(sys.argv) > 2 else {}
 engine = LLMEngine.from_folder(model_folder(family.name), engine_config(family, **changes), **settings)
@@ -41,7 +41,7 @@ OF_EACH_SORT = frozenset({"deepseek_v4", "qwen3_next"})
     "name",
     [
         family.id if family.id in OF_EACH_SORT else pytest.param(family.id, marks=pytest.mark.sweep)
-        for family in (*FAMILIES, *IN_SLABS)
+        for family in (*FAMILIES, *IN_SLABS, *IN_RINGS)
     ],
 )
 def test_four_devices_give_the_same_tokens(name: str) -> None:

@@ -176,7 +176,7 @@ class Placement:
         shards = self.num_shards
         remedy = f"use fewer devices, or axis_names={{{HEAD_AXIS!r}: None}} to keep the pages whole on every device"
         if layout.kind == "recurrent":
-            for rows in (array.page_shape[0] for array in layout.arrays):
+            for rows in (array.page_shape[array.axes.index(HEAD_AXIS)] for array in layout.arrays):
                 if rows % shards:
                     raise ValueError(f"states of {rows} heads or channels do not split over {shards} devices; {remedy}")
         if shards == 1 or len(spec.entry_shapes) != 2:  # K and V
