@@ -3,8 +3,8 @@
     python -m scripts.lab.ring_bytes                        five hybrids, rings of 8, 16 and 32 tokens
     python -m scripts.lab.ring_bytes nemotron-3-nano-30b-a3b --rings 12
 
-A step without rings reads a state and writes it. With a ring of R tokens it reads the state and the tokens held, half
-of R - 1 in the mean, writes its own token, and the state every R steps. Convolutions are left out on both sides.
+A step without rings reads a state and writes it. With a ring of R tokens it reads the state and the tokens held, from 1
+to R, writes its own token, and the state every R steps. Convolutions are left out on both sides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
         state = bytes_of(spec.shapes[-1], spec.dtypes[-1])
         token = sum(map(bytes_of, spec.token_shapes, spec.token_dtypes))
         for ring in options.rings:
-            moved = state + state / ring + token * (ring + 1) / 2
+            moved = state + state / ring + token * (ring + 3) / 2
             share, growth = moved / (2 * state), ring * token / spec.state_bytes
             print(f"| {name} | {state:,} | {token:,} | {ring} | {share:.2f} | {100 * growth:.0f} % |")
 

@@ -82,5 +82,5 @@ class KimiDeltaConfig:
             (None, None, None, "float32"),
             num_units=self.num_heads,
             token_shapes=(numbers, numbers, numbers),
-            token_dtypes=(None, None, "float32"),
+            token_dtypes=(None, None, None),
         )
