@@ -70,7 +70,7 @@ def _(spec: AttentionSpec) -> int:
 @num_shards.register
 def _(spec: StateArraysSpec) -> int:
     """All arrays of a state are split along their heads or channels."""
-    return gcd(*(shape[axis] for shape, axis in zip(spec.shapes, spec.head_axes, strict=True)))
+    return gcd(*(shape[axis] for shape, axis in zip(spec.shapes, spec.split_axes, strict=True)))
 
 
 @singledispatch
@@ -115,7 +115,7 @@ def _(spec: StateArraysSpec, tensor_parallel: int) -> KVCacheSpec:
 
 def _with_heads(spec: StateArraysSpec, change: Callable[[int], int]) -> tuple[tuple[int, ...], ...]:
     """The shapes with other counts of heads."""
-    places = zip(spec.shapes, spec.head_axes, strict=True)
+    places = zip(spec.shapes, spec.split_axes, strict=True)
     return tuple((*shape[:axis], change(shape[axis]), *shape[axis + 1 :]) for shape, axis in places)
 
 

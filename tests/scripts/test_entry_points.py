@@ -19,6 +19,7 @@ NEEDS = {
     "mutate.py": "cosmic_ray",
     "train_demo.py": "optax",
     "vllm_bench.py": "vllm",
+    "vllm_lockstep.py": "vllm",
     "vllm_replay.py": "vllm",
 }
 PROGRAM = """

@@ -24,7 +24,7 @@ MODES = ("none", "align")
 class RecurrentSpec(KVCacheSpec):
     """One state a page. What a kind adds are the arrays of a state, or what they follow from, and its name."""
 
-    layer_fields: ClassVar[frozenset[str]] = frozenset({"page_size_padded"})
+    layer_fields: ClassVar[frozenset[str]] = frozenset({"page_size_padded", "head_axes"})
     forgets: ClassVar[bool] = True
 
     mamba_cache_mode: str = "none"  # vLLM's name, of any recurrent kind
@@ -33,6 +33,8 @@ class RecurrentSpec(KVCacheSpec):
     num_prefill_checkpoint_blocks: int = 0
     # They are so many tokens behind the step's start, or a multiple; None: the device leaves none.
     prefill_checkpoint_alignment: int | None = None
+    num_ring_drafts: int = 0  # drafts of a step that have no state, since pages have rings (`RingStateSpec`)
+    head_axes: tuple[int, ...] = ()  # of each array; (): the first
     page_size_padded: int | None = None  # bytes; None: as the state needs
 
     @property
@@ -70,9 +72,9 @@ class RecurrentSpec(KVCacheSpec):
             )
 
     @property
-    def head_axes(self) -> tuple[int, ...]:
+    def split_axes(self) -> tuple[int, ...]:
         """Which axis of each array has heads or channels, whatever tensor parallelism splits."""
-        return (0,) * len(self.state_shapes)
+        return self.head_axes or (0,) * len(self.state_shapes)
 
     @property
     def state_bytes(self) -> int:
@@ -111,7 +113,7 @@ class RecurrentSpec(KVCacheSpec):
         `page_size_padded` is for stacks that lay out bytes.
         """
         return recurrent_layout(
-            shapes=self.state_shapes, dtypes=self.state_dtypes, head_axes=self.head_axes, platform=platform
+            shapes=self.state_shapes, dtypes=self.state_dtypes, head_axes=self.split_axes, platform=platform
         )
 
     def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:
@@ -154,8 +156,8 @@ class RecurrentSpec(KVCacheSpec):
 
     @property
     def num_drafts(self) -> int:
-        """`num_speculative_blocks`."""
-        return self.num_speculative_blocks
+        """Those with states, or those in rings."""
+        return max(self.num_speculative_blocks, self.num_ring_drafts)
 
     def pages_of_drafts(
         self,

@@ -9,7 +9,7 @@ next step reads fewer tokens of the ring, and drafts need no pages of their own.
 
 The arrays of a page:
 
-    convolutions    as of `MambaSpec`, `most_drafts` inputs longer: the input of token t is at place (t - 1) % length
+    convolutions    as of `MambaSpec`, an input longer for each draft: that of token t is at place (t - 1) % length
     state           [heads, ...] after `base` tokens
     ring            [ring_tokens, heads, ...] for each of `token_shapes`
     base            int32[1, heads], all equal: tokens of the state
@@ -21,19 +21,18 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from kvjax.core.kinds.mamba import MambaSpec
+from kvjax.core.kinds.recurrent_spec import StateArraysSpec
 from kvjax.core.kinds.registry import register_kv_cache_spec
 
 
 @register_kv_cache_spec
 @dataclass(frozen=True, kw_only=True)
-class RingStateSpec(MambaSpec):
+class RingStateSpec(StateArraysSpec):
     """States of which most decoding steps write none. `shapes` and `dtypes` are of all arrays of a page."""
 
-    layer_fields: ClassVar[frozenset[str]] = MambaSpec.layer_fields | {"ring_tokens", "most_drafts", "num_ring_arrays"}
+    layer_fields: ClassVar[frozenset[str]] = StateArraysSpec.layer_fields | {"ring_tokens"}
 
-    num_ring_arrays: int  # they stand before the last one
     ring_tokens: int  # most tokens between the state of a page and the request's last one
-    most_drafts: int = 0  # of a request in a step
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,10 +41,10 @@ class RingStateSpec(MambaSpec):
                 f"expected no speculative blocks of ring states, whose drafts are in the ring, got "
                 f"{self.num_speculative_blocks}"
             )
-        if not 0 <= self.most_drafts < self.ring_tokens:
+        if not 0 <= self.num_ring_drafts < self.ring_tokens:
             raise ValueError(
-                f"expected ring_tokens above most_drafts >= 0, got {self.ring_tokens} and {self.most_drafts}; a step's "
-                "tokens go to the ring"
+                f"expected ring_tokens above num_ring_drafts >= 0, got {self.ring_tokens} and "
+                f"{self.num_ring_drafts}; a step's tokens go to the ring"
             )
 
     @classmethod
@@ -70,28 +69,21 @@ class RingStateSpec(MambaSpec):
             (1, state[0]),
         )
         dtypes = (*convolution_dtypes, state_dtype, *spec.token_dtypes, "int32")
-        own = {field.name: getattr(spec, field.name) for field in fields(MambaSpec)}
+        own = {field.name: getattr(spec, field.name) for field in fields(StateArraysSpec)}
         changed = {
             "shapes": shapes,
             "dtypes": dtypes,
             "num_speculative_blocks": 0,
             "page_size_padded": None,
-            "token_shapes": (),
-            "token_dtypes": (),
+            "num_ring_drafts": num_drafts,
+            "head_axes": (*[0] * len(spec.shapes), *[1] * (len(spec.token_shapes) + 1)),
         }
-        rings = {"num_ring_arrays": len(spec.token_shapes), "ring_tokens": ring_tokens, "most_drafts": num_drafts}
-        return cls(**own | changed | rings)
+        return cls(**own | changed, ring_tokens=ring_tokens)
 
     @property
-    def head_axes(self) -> tuple[int, ...]:
-        """The first of each array, but for those of the ring, and the base."""
-        num_others = 1 + self.num_ring_arrays
-        return (*[0] * (len(self.shapes) - num_others), *[1] * num_others)
-
-    @property
-    def num_drafts(self) -> int:
-        """`most_drafts`: they need no pages."""
-        return self.most_drafts
+    def kind(self) -> str:
+        """Name in KV events: what can be hit is a state."""
+        return "mamba"
 
 
 __all__ = ["RingStateSpec"]

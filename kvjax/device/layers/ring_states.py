@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from kvjax.device.layers.state_update import RecurrentStep
+from kvjax.device.layers.state_update import RecurrentStep, StepOverRings
 from kvjax.device.pages.kv_pages import Column
 from pallas_kernels.ssm_update import causal_conv1d
 
@@ -42,13 +42,13 @@ class RingStep(NamedTuple):
     writes_state: jax.Array  # bool[S] whether the state after the held tokens is written, and the ring begins again
 
     @classmethod
-    def of(cls, step: RecurrentStep, base: jax.Array, sizes: RingSizes) -> RingStep:
+    def of(cls, told: StepOverRings, base: jax.Array, sizes: RingSizes) -> RingStep:
         """Those of a step over pages whose states are of int32[pages, 1, heads] `base` tokens."""
-        read, write, before, q_lens = _pages_and_tokens(step)
+        read, write, before, q_lens = _pages_and_tokens(told)
         num_held = jnp.where(read > 0, before - base[read, 0, 0], 0)
         is_short = q_lens <= sizes.most_new_tokens
-        if step.checkpoint_ends is not None:
-            is_short &= ~jnp.any(step.checkpoint_ends > 0, axis=1)
+        if told.step.checkpoint_ends is not None:
+            is_short &= ~jnp.any(told.step.checkpoint_ends > 0, axis=1)
         is_full = (read != write) | (num_held + q_lens > sizes.ring_tokens)
         writes_state = (q_lens > 0) & jnp.where(is_short, is_full, num_held > 0)
         return cls(read, write, before, q_lens, num_held, is_short, writes_state)
@@ -96,14 +96,14 @@ PlainOp: TypeAlias = Callable[[jax.Array, RecurrentStep], tuple[jax.Array, jax.A
 
 def update_in_ring(
     arrays: Column,  # state, the ring's, base
-    step: RecurrentStep,
+    told: StepOverRings,
     sizes: RingSizes,
     ring_op: RingOp,
     plain_op: PlainOp,
 ) -> tuple[jax.Array, Column]:
     """Outputs [T, heads, ...] of all sequences, and the arrays after the step."""
-    state, *ring, base = arrays
-    rings = RingStep.of(step, base, sizes)
+    (state, *ring, base), step = arrays, told.step
+    rings = RingStep.of(told, base, sizes)
     out, state, after = ring_op(state, tuple(ring), rings.op_arguments(step, sizes.most_new_tokens))
     if sizes.all_short and step.checkpoint_ends is None:
         return out, (state, *after, rings.base_after(base, step))
@@ -117,14 +117,15 @@ def update_in_ring(
 
 def convolve_in_ring(
     windows: jax.Array,  # [pages, C, L] the input of token t at place (t - 1) % L
-    step: RecurrentStep,
+    told: StepOverRings,
     x: jax.Array,  # [T, C]
     weight: jax.Array,  # [C, W]
     bias: jax.Array | None,  # [C]
     backend: str,
 ) -> tuple[jax.Array, jax.Array]:
     """`causal_conv1d`, and the windows after the step: every page that is written gets its last L inputs."""
-    read, write, before, q_lens = _pages_and_tokens(step)
+    step = told.step
+    read, write, before, q_lens = _pages_and_tokens(told)
     num_sequences, (num_channels, length), num_taps = read.shape[0], windows.shape[1:], weight.shape[1]
     held = windows[read]  # [S, C, L]
     tokens = before[:, None] + jnp.arange(2 - num_taps, 1)  # int32[S, W - 1] numbers of the last ones, from 1 on
@@ -138,7 +139,7 @@ def convolve_in_ring(
         checkpoint_ends=None,
         checkpoint_pages=None,
     )
-    out = causal_conv1d(x, states, weight, *plain.op_arguments, bias=bias, backend=backend).out
+    out = causal_conv1d(x, states, weight, *plain, bias=bias, backend=backend).out
 
     def windows_of(ends: jax.Array) -> jax.Array:  # int32[S, n] new tokens -> [S, n, C, L]
         last = (before[:, None] + ends)[..., None]
@@ -156,13 +157,13 @@ def convolve_in_ring(
     return out, windows
 
 
-def _pages_and_tokens(step: RecurrentStep) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _pages_and_tokens(told: StepOverRings) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """int32[S] each: pages to read and write, 0: none, computed tokens, new tokens."""
-    assert step.seq_lens is not None  # of layers with rings
+    step = told.step
     real = jnp.arange(step.state_read.shape[0]) < step.distribution[-1]
     q_lens = jnp.where(real, jnp.diff(step.query_start_loc), 0)
     goes_on = step.has_initial_state & (q_lens > 0)
-    before = jnp.where(goes_on, step.seq_lens - q_lens, 0)
+    before = jnp.where(goes_on, told.seq_lens - q_lens, 0)
     return jnp.where(goes_on, step.state_read, 0), jnp.where(q_lens > 0, step.state_write, 0), before, q_lens
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from kvjax.device.layers.ring_states import PlainOp, RingOp, RingSizes, convolve_in_ring, update_in_ring
-from kvjax.device.layers.state_update import RecurrentStep
+from kvjax.device.layers.state_update import AnyStep, RecurrentStep, StepOverRings
 from kvjax.device.layers.step_cache import StepCache
 from kvjax.device.pages.kv_pages import Column
 from pallas_kernels.gated_delta_rule import gated_delta_rule
@@ -33,15 +33,13 @@ def convolve_states(
 ) -> jax.Array:  # [T, C]
     """SiLU of every channel's convolution over its last W inputs."""
 
-    has_rings = cache.ring_sizes(layer_name) is not None
-
-    def convolve(states: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
+    def convolve(states: Column, step: AnyStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
         x, weight, *more = inputs
         bias = more[0] if more else None
-        if has_rings:
+        if isinstance(step, StepOverRings):
             out, windows = convolve_in_ring(states[0], step, x, weight, bias, cache.backend)
             return out, (windows,)
-        result = causal_conv1d(x, states[0], weight, *step.op_arguments, bias=bias, backend=cache.backend)
+        result = causal_conv1d(x, states[0], weight, *step, bias=bias, backend=cache.backend)
         return result.out, (result.states,)
 
     inputs = (x, weight) if bias is None else (x, weight, bias)
@@ -63,12 +61,12 @@ def scan_states(
 ) -> jax.Array:  # as x
     """The selective scan; groups of heads are split with their heads, one group is whole on every device."""
 
-    def scan(states: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
+    def scan(states: Column, step: AnyStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
         x, dt, a, b, c, d = inputs
         options: dict[str, Any] = {"d": d, "dt_limit": dt_limit, "backend": cache.backend}
 
         def plain(states: jax.Array, step: RecurrentStep) -> tuple[jax.Array, jax.Array]:
-            result = selective_scan(x, states, dt, a, b, c, *step.op_arguments, **options)
+            result = selective_scan(x, states, dt, a, b, c, *step, **options)
             return result.out, result.states
 
         def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> tuple[jax.Array, jax.Array, Column]:
@@ -96,12 +94,12 @@ def apply_delta_rule(
 ) -> jax.Array:  # [T, H, V]
     """The gated delta rule of queries and keys of length 1; key heads are split with their value heads."""
 
-    def rule(states: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
+    def rule(states: Column, step: AnyStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
         q, k, v, g, beta = inputs
         options: dict[str, Any] = {"use_qk_l2norm": True, "backend": cache.backend}
 
         def plain(states: jax.Array, step: RecurrentStep) -> tuple[jax.Array, jax.Array]:
-            result = gated_delta_rule(q, k, v, g, beta, states, *step.op_arguments, **options)
+            result = gated_delta_rule(q, k, v, g, beta, states, *step, **options)
             return result.out, result.states
 
         def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> tuple[jax.Array, jax.Array, Column]:
@@ -120,10 +118,11 @@ def _arrays_from(array: int, sizes: RingSizes | None) -> tuple[int, ...]:
 
 
 def _updated(
-    arrays: Column, step: RecurrentStep, sizes: RingSizes | None, ring_op: RingOp, plain_op: PlainOp
+    arrays: Column, step: AnyStep, sizes: RingSizes | None, ring_op: RingOp, plain_op: PlainOp
 ) -> tuple[jax.Array, Column]:
     """What a step gives over states, and over states with rings."""
-    if sizes is not None:
+    if isinstance(step, StepOverRings):
+        assert sizes is not None  # of the same layer
         return update_in_ring(arrays, step, sizes, ring_op, plain_op)
     out, states = plain_op(arrays[0], step)
     return out, (states,)

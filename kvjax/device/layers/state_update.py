@@ -19,10 +19,6 @@ from kvjax.device.layers.layer_step import LayerStep
 from kvjax.device.pages.kv_pages import Column
 from pallas_kernels.slab_pages import is_in_slabs, replaced
 
-OpArguments: TypeAlias = tuple[
-    jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None
-]
-
 
 class RecurrentStep(NamedTuple):
     """Where the step's tokens stand and which states they continue, in the order of the ops of `ssm_update`."""
@@ -34,14 +30,16 @@ class RecurrentStep(NamedTuple):
     has_initial_state: jax.Array  # bool[S]
     checkpoint_ends: jax.Array | None = None  # int32[S, k]; None: no state is left on the way
     checkpoint_pages: jax.Array | None = None  # int32[S, k]
-    seq_lens: jax.Array | None = None  # int32[S] tokens after the step, of layers whose pages have rings
-
-    @property
-    def op_arguments(self) -> OpArguments:
-        """Those of the ops of `ssm_update`."""
-        return self[:-1]
 
 
+class StepOverRings(NamedTuple):
+    """What updates of layers whose pages have rings get (`RingStateSpec`)."""
+
+    step: RecurrentStep
+    seq_lens: jax.Array  # int32[S] tokens of each request after the step
+
+
+AnyStep: TypeAlias = RecurrentStep | StepOverRings
 # (arrays of the layer's states, step, *inputs) -> (output [T, heads, ...], the arrays with the step's states written)
 StateUpdate: TypeAlias = Callable[..., tuple[jax.Array, Column]]
 
@@ -79,14 +77,14 @@ def update_states(
     assert states is not None  # `check_states` comes first
     arrays_of_step = (batch.query_start_loc, batch.distribution, states.read, states.write, states.has_initial)
     step = RecurrentStep(*map(jnp.asarray, arrays_of_step))
-    if isinstance(layer.spec, RingStateSpec):
-        step = step._replace(seq_lens=jnp.asarray(layer.group.seq_lens))
     if states.checkpoint_ends is not None and states.checkpoint_pages is not None:
         step = step._replace(
             checkpoint_ends=jnp.asarray(states.checkpoint_ends), checkpoint_pages=jnp.asarray(states.checkpoint_pages)
         )
+    has_rings = isinstance(layer.spec, RingStateSpec)
+    told = StepOverRings(step, jnp.asarray(layer.group.seq_lens)) if has_rings else step
 
-    def checked(states: Column, step: RecurrentStep, inputs: Sequence[jax.Array]) -> tuple[jax.Array, Column]:
+    def checked(states: Column, step: AnyStep, inputs: Sequence[jax.Array]) -> tuple[jax.Array, Column]:
         out, after = update(states, step, *inputs)
         wanted, got = ([(x.shape, x.dtype) for x in states], [(x.shape, x.dtype) for x in after])
         if got != wanted:
@@ -95,11 +93,11 @@ def update_states(
 
     input_specs = tuple(map(partial(_input_spec, layer), head_dims))
     if is_in_slabs(layer.pages):
-        return _update_in_slabs(layer, checked, step, inputs, input_specs, arrays[0])
+        return _update_in_slabs(layer, checked, told, inputs, input_specs, arrays[0])
     state_specs = tuple(layer.page_specs[i] for i in arrays)
     specs = (state_specs, layer.by_rank, input_specs)
     update_on_each = layer.per_device(checked, specs, (layer.heads(2, 1), state_specs))
-    out, after = update_on_each(tuple(layer.pages[i] for i in arrays), step, tuple(inputs))
+    out, after = update_on_each(tuple(layer.pages[i] for i in arrays), told, tuple(inputs))
     pages = list(layer.pages)
     for i, array in zip(arrays, after, strict=True):
         pages[i] = array
@@ -109,14 +107,14 @@ def update_states(
 def _update_in_slabs(
     layer: LayerStep,
     update: StateUpdate,
-    step: RecurrentStep,
+    step: AnyStep,
     inputs: Sequence[jax.Array],
     input_specs: tuple[PartitionSpec, ...],
     array: int,
 ) -> tuple[jax.Array, Column]:
     """What `update` gives of one array; on each device the whole column goes in and comes back."""
 
-    def on_each(pages: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
+    def on_each(pages: Column, step: AnyStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
         out, (after,) = update((pages[array],), step, inputs)
         return out, replaced(pages, array, after)
 
@@ -133,4 +131,4 @@ def _input_spec(layer: LayerStep, head_dim: int | None) -> PartitionSpec:
     return layer.by_rank if head_dim is None else layer.heads(head_dim + 1, head_dim)
 
 
-__all__ = ["RecurrentStep", "StateUpdate", "check_states", "update_states"]
+__all__ = ["AnyStep", "RecurrentStep", "StateUpdate", "StepOverRings", "check_states", "update_states"]

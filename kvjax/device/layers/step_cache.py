@@ -245,7 +245,7 @@ class StepCache:
         spec = self._layer(layer_name).spec
         if not isinstance(spec, RingStateSpec):
             return None
-        return RingSizes(spec.ring_tokens, 1 + spec.most_drafts, all_short=self._batch.is_decode)
+        return RingSizes(spec.ring_tokens, 1 + spec.num_ring_drafts, all_short=self._batch.is_decode)
 
     def update_states(
         self,

@@ -40,16 +40,14 @@ def plan_caches(
         MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
     """
     num_drafts = config.num_drafts
-    specs: Mapping[str, KVCacheSpec] = model.kv_cache_specs(config.block_size * parallel.page_context, config.dtype)
-    if config.ring_tokens is None:
-        specs = with_drafts(specs, num_drafts)
-    else:
-        specs = with_ring_states(specs, config.ring_tokens, num_drafts)
+    specs = model.kv_cache_specs(config.block_size * parallel.page_context, config.dtype)
     specs = deployed_specs(
-        specs,
+        specs if config.ring_tokens is not None else with_drafts(specs, num_drafts),
         state_block_size=config.short_state_blocks,
         idle_state_dtype=config.idle_state_dtype if config.enable_prefix_caching else None,
     )
+    if config.ring_tokens is not None:
+        specs = with_ring_states(specs, config.ring_tokens, num_drafts)
     own: dict[str, Any] = {
         "max_model_len": config.max_model_len,
         "max_in_flight_tokens": config.max_in_flight_tokens,

@@ -153,7 +153,7 @@ class PageContents:
         ):
             start, count = parts[row].request.num_computed_tokens, parts[row].count
             base = self.page(group.pool_id, read)[BASE] if start else 0
-            if count > 1 + spec.most_drafts or row in on_way:
+            if count > 1 + spec.num_ring_drafts or row in on_way:
                 bases[write] = start + count
             else:
                 bases[write] = start if read != write or start + count - base > spec.ring_tokens else base

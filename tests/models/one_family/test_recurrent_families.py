@@ -84,6 +84,9 @@ class ShapesOnly:
     def attend_latent(self, layer_name: str, q_nope: jax.Array, *others: Any) -> jax.Array:
         return jnp.zeros_like(q_nope)
 
+    def ring_sizes(self, layer_name: str) -> None:
+        """States have no rings."""
+
     def update_states(
         self, layer_name: str, update: Any, inputs: Sequence[jax.Array], *args: Any, **kwargs: Any
     ) -> jax.Array:
