@@ -62,7 +62,13 @@ def test_needs_no_jit(case_type: type[Case]) -> None:
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("op", WRITING)
 def test_donated_pages_are_written_in_place(op: str, platform: str) -> None:
-    """The reference's module aliases every page array, copies none, and needs less memory than a quarter of one."""
+    """The reference's module aliases every page array, copies none, and needs less memory than a quarter of one.
+
+    Of a page with a ring that is the largest.
+    """
+    has_ring = op.startswith("ring_")
+    if has_ring and jax.__version_info__ < (0, 11):
+        pytest.skip("XLA of jax 0.10 copies arrays that a loop reads first")
     case = parse(TYPES[op], [], platform=platform, dtype="float32", q_dtype="float32")
     pages, rest = argument_shapes(case)
     pages = tuple(jax.ShapeDtypeStruct((4 * array.shape[0], *array.shape[1:]), array.dtype) for array in pages)
@@ -71,8 +77,8 @@ def test_donated_pages_are_written_in_place(op: str, platform: str) -> None:
     for i, array in enumerate(pages):
         assert f": ({i}, {{}}, may-alias)" in text.splitlines()[0]
         assert not re.findall(rf"= \S+\[{array.shape[0]},\S* (?:copy|convert|transpose)\(", text)
-    largest = max(array.size * array.dtype.itemsize for array in pages)
-    assert compiled.memory_analysis().temp_size_in_bytes < largest // 4
+    sizes = [array.size * array.dtype.itemsize for array in pages]
+    assert compiled.memory_analysis().temp_size_in_bytes < (max(sizes) if has_ring else min(sizes)) // 4
 
 
 @every_op

@@ -215,6 +215,7 @@ def test_auto_takes_the_vectorised_path_on_cpu() -> None:
     np.testing.assert_array_equal(by_auto.outs, by_xla.outs)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 copies arrays that a loop reads first")
 @BACKENDS
 @KINDS
 def test_arrays_of_one_column_stay_in_one_memory(case: RingDeltaCase, backend: str) -> None:
@@ -238,6 +239,7 @@ def test_arrays_of_one_column_stay_in_one_memory(case: RingDeltaCase, backend: s
     assert not re.findall(rf"= u32\[{slabs},{rows},128\]\S* copy\(", text)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 copies arrays that a loop reads first")
 @BACKENDS
 @KINDS
 def test_pages_are_written_in_place(case: RingDeltaCase, backend: str) -> None:

@@ -215,6 +215,7 @@ def test_arrays_of_one_column_stay_in_one_memory(backend: str) -> None:
     assert not re.findall(rf"= u32\[{slabs},{rows},128\]\S* copy\(", text)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 copies arrays that a loop reads first")
 @BACKENDS
 def test_pages_are_written_in_place(backend: str) -> None:
     """A step that donates states and rings copies none of them."""
