@@ -102,6 +102,7 @@ def test_recurrent_layers(backend: str) -> None:
         assert out[0].shape == case["x"].shape
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 refuses how the rings vary over the mesh")
 @PLAIN
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_rings_of_mamba2(is_whole: bool, backend: str) -> None:
