@@ -54,6 +54,24 @@ class Step:
     small: bool = False  # a few tokens, for a run on CPU
 
 
+class OfSequences:
+    """What cases of a step of equal sequences have in common, each of which leaves states or entries."""
+
+    tokens: int
+    seqs: int
+
+    @property
+    def writes(self) -> bool:
+        """Every step does."""
+        return True
+
+    @property
+    def size(self) -> str:
+        """Sequences and their new tokens."""
+        count = self.tokens // self.seqs
+        return f"{self.seqs}x{count}" + (f"of{count}" if count > 1 else "")
+
+
 @dataclass(frozen=True)
 class Case(abc.ABC):
     """Sizes and options of one call."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cases import case
-from pallas_kernels.cases.case import Arguments, Case, Results, Sizes, itemsize
+from pallas_kernels.cases.case import Arguments, Case, OfSequences, Results, Sizes, itemsize
 from pallas_kernels.cases.compare import assert_close_as, assert_same
 from pallas_kernels.cases.numbers import one_of, random_array, random_values
 from pallas_kernels.cases.pages import POOL_BYTES
@@ -100,7 +100,7 @@ def random_ring_step(
 
 
 @dataclass(frozen=True)
-class RingCase(Case, ABC):
+class RingCase(OfSequences, Case, ABC):
     """A step of equal sequences, each at another place of its ring.
 
     Subclasses name their inputs, those of every token first, and the arrays of their pages.
@@ -131,17 +131,6 @@ class RingCase(Case, ABC):
     def page_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """(shape, dtype) of a page of "states" and of each array of the ring."""
         raise NotImplementedError
-
-    @property
-    def writes(self) -> bool:
-        """Every step leaves entries."""
-        return True
-
-    @property
-    def size(self) -> str:
-        """Sequences and their new tokens."""
-        count = self.tokens // self.seqs
-        return f"{self.seqs}x{count}" + (f"of{count}" if count > 1 else "")
 
     @property
     def pool_pages(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pallas_kernels.cases import case
-from pallas_kernels.cases.case import Arguments, Case, Results, Sizes
+from pallas_kernels.cases.case import Arguments, Case, OfSequences, Results, Sizes
 from pallas_kernels.cases.compare import assert_close_as, assert_same
 from pallas_kernels.cases.numbers import one_of, random_values
 from pallas_kernels.cases.pages import POOL_BYTES
@@ -160,7 +160,7 @@ def hard_counts(rng: np.random.Generator, num_tokens: int, num_rows: int, near: 
 
 
 @dataclass(frozen=True)
-class StateCase(Case, ABC):
+class StateCase(OfSequences, Case, ABC):
     """A step of equal sequences that go on from their states, or of fresh prompts.
 
     Subclasses name their inputs: those of every token, in which padding holds NaN, and their states' shape.
@@ -193,17 +193,6 @@ class StateCase(Case, ABC):
     def state_shape(self) -> tuple[int, ...]:
         """The shape of one page."""
         raise NotImplementedError
-
-    @property
-    def writes(self) -> bool:
-        """Every step leaves states."""
-        return True
-
-    @property
-    def size(self) -> str:
-        """Sequences and their new tokens."""
-        count = self.tokens // self.seqs
-        return f"{self.seqs}x{count}" + (f"of{count}" if count > 1 else "")
 
     @property
     def num_moved(self) -> int:

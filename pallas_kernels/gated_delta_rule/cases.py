@@ -16,7 +16,7 @@ from pallas_kernels.cases.states import Arrays, StateCase, Step, hard_arguments,
 from pallas_kernels.gated_delta_rule import gated_delta_rule, oracle
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.gated_delta_rule.oracle import INPUTS
-from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape
+from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape, OfDeltaLayer
 
 _GATE_BYTES = 4
 # Of a number of the state and a token: decay; times k, summed; k times delta, added; times q, summed.
@@ -24,7 +24,7 @@ _FLOPS = 7
 
 
 @dataclass(frozen=True)
-class DeltaCase(StateCase):
+class DeltaCase(OfDeltaLayer, StateCase):
     """One call of gated_delta_rule."""
 
     key_heads: int = 16
@@ -50,9 +50,7 @@ class DeltaCase(StateCase):
     @classmethod
     def of_shape(cls, shape: DeltaShape, num_shards: int) -> Sizes:
         """Heads of a shard."""
-        key_heads, heads = shape.per_shard(num_shards)
-        dims = {"key_dim": shape.key_dim, "value_dim": shape.value_dim}
-        return {"key_heads": key_heads, "heads": heads, "per_channel": int(shape.is_per_channel), **dims}
+        return shape.sizes(num_shards)
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> DeltaCase:
@@ -97,31 +95,25 @@ class DeltaCase(StateCase):
         num_bytes += self.num_moved * state * itemsize(self.state_dtype)
         return Work(num_bytes, _FLOPS * self.tokens * state)
 
-    @property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the inputs, by name."""
-        of_key, of_head = (self.tokens, self.key_heads, self.key_dim), (self.tokens, self.heads)
-        gates = (*of_head, self.key_dim) if self.per_channel else of_head
-        return {"q": of_key, "k": of_key, "v": (*of_head, self.value_dim), "g": gates, "beta": of_head}
-
     def arguments(self, seed: int) -> Arguments:
         """rest: inputs by name, step."""
         rng = np.random.default_rng(seed)
         states = random_array(rng, (self.pool_pages, *self.state_shape), self.state_dtype).at[0].set(0)
         dtypes = dict.fromkeys(("q", "k", "v"), self.q_dtype)
-        inputs = {name: random_array(rng, shape, dtypes.get(name, "float32")) for name, shape in self._shapes.items()}
+        shapes = self.input_shapes.items()
+        inputs = {name: random_array(rng, shape, dtypes.get(name, "float32")) for name, shape in shapes}
         inputs |= {"g": -jnp.exp(inputs["g"]), "beta": jax.nn.sigmoid(inputs["beta"])}
         return Arguments((states,), (inputs, self.step_arrays(rng)))
 
     def inputs(self, rng: np.random.Generator) -> Arrays:
         """Some decays are so strong that their sums leave what float32's exponential can hold."""
-        arrays = {name: random_values(rng, self._shapes[name], self.q_dtype) for name in ("q", "k", "v")}
+        arrays = {name: random_values(rng, self.input_shapes[name], self.q_dtype) for name in ("q", "k", "v")}
         if not self.l2norm:
             arrays["k"] = (arrays["k"].astype(np.float32) * self.key_dim**-0.5).astype(arrays["k"].dtype)
-        decay = -np.exp(2 * rng.standard_normal(self._shapes["g"]))
+        decay = -np.exp(2 * rng.standard_normal(self.input_shapes["g"]))
         return arrays | {
             "g": decay.astype(np.float32),
-            "beta": rng.random(self._shapes["beta"]).astype(np.float32),
+            "beta": rng.random(self.input_shapes["beta"]).astype(np.float32),
         }
 
     def step(self, rng: np.random.Generator, q_lens: Sequence[int]) -> tuple[Arrays, Step]:

@@ -37,11 +37,35 @@ class DeltaShape:
             )
         return max(1, self.key_heads // num_shards), self.value_heads // num_shards
 
+    def sizes(self, num_shards: int) -> dict[str, int]:
+        """A shard's fields of a case, by name. Raises as `per_shard`."""
+        key_heads, heads = self.per_shard(num_shards)
+        dims = {"key_dim": self.key_dim, "value_dim": self.value_dim}
+        return {"key_heads": key_heads, "heads": heads, "per_channel": int(self.is_per_channel), **dims}
+
     def state_shapes(self, num_shards: int = 1) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """(convolution, recurrence) of one page; the convolution has q, k and v side by side."""
         key_heads, value_heads = self.per_shard(num_shards)
         channels = 2 * key_heads * self.key_dim + value_heads * self.value_dim
         return (channels, self.num_taps - 1), (value_heads, self.key_dim, self.value_dim)
+
+
+class OfDeltaLayer:
+    """What cases of ops over a layer's inputs have in common."""
+
+    tokens: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    per_channel: int
+
+    @property
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the inputs, by name."""
+        of_key, of_head = (self.tokens, self.key_heads, self.key_dim), (self.tokens, self.heads)
+        gates = (*of_head, self.key_dim) if self.per_channel else of_head
+        return {"q": of_key, "k": of_key, "v": (*of_head, self.value_dim), "g": gates, "beta": of_head}
 
 
 SHAPES = (

@@ -12,7 +12,7 @@ import numpy as np
 from pallas_kernels.cases.case import Arguments, Results, Sizes, Work, itemsize
 from pallas_kernels.cases.numbers import one_of, random_array, random_values
 from pallas_kernels.cases.rings import Arrays, RingCase, RingStep
-from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape
+from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape, OfDeltaLayer
 from pallas_kernels.ring_delta_rule import DeltaRing, oracle, ring_delta_rule
 from pallas_kernels.ring_delta_rule.arguments import Inputs
 from pallas_kernels.ring_delta_rule.oracle import INPUTS
@@ -22,7 +22,7 @@ _FLOPS = 5  # of a number of the base state and a token: decay; times k, summed;
 
 
 @dataclass(frozen=True)
-class RingDeltaCase(RingCase):
+class RingDeltaCase(OfDeltaLayer, RingCase):
     """One call of ring_delta_rule."""
 
     key_heads: int = 32
@@ -46,9 +46,7 @@ class RingDeltaCase(RingCase):
     @classmethod
     def of_shape(cls, shape: DeltaShape, num_shards: int) -> Sizes:
         """Heads of a shard."""
-        key_heads, heads = shape.per_shard(num_shards)
-        dims = {"key_dim": shape.key_dim, "value_dim": shape.value_dim}
-        return {"key_heads": key_heads, "heads": heads, "per_channel": int(shape.is_per_channel), **dims}
+        return shape.sizes(num_shards)
 
     @classmethod
     def random(cls, rng: np.random.Generator, backend: str) -> RingDeltaCase:
@@ -101,27 +99,21 @@ class RingDeltaCase(RingCase):
         state = self.heads * self.key_dim * self.value_dim
         return Work(num_bytes + self.moved_bytes, _FLOPS * self.tokens * state)
 
-    @property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the inputs, by name."""
-        of_key, of_head = (self.tokens, self.key_heads, self.key_dim), (self.tokens, self.heads)
-        gates = (*of_head, self.key_dim) if self.per_channel else of_head
-        return {"q": of_key, "k": of_key, "v": (*of_head, self.value_dim), "g": gates, "beta": of_head}
-
     def arguments(self, seed: int) -> Arguments:
         """rest: inputs by name, step."""
         rng = np.random.default_rng(seed)
         states, keys, deltas, decays = self.random_pages(rng)
         dtypes = dict.fromkeys(("q", "k", "v"), self.q_dtype)
-        inputs = {name: random_array(rng, shape, dtypes.get(name, "float32")) for name, shape in self._shapes.items()}
+        shapes = self.input_shapes.items()
+        inputs = {name: random_array(rng, shape, dtypes.get(name, "float32")) for name, shape in shapes}
         inputs |= {"g": -jnp.exp(inputs["g"]), "beta": jax.nn.sigmoid(inputs["beta"])}
         return Arguments((states, keys, deltas, -jnp.exp(decays)), (inputs, self.step_arrays(rng)))
 
     def inputs(self, rng: np.random.Generator) -> Arrays:
         """Some decays are so strong that their sums leave what float32's exponential can hold."""
-        arrays = {name: random_values(rng, self._shapes[name], self.q_dtype) for name in ("q", "v")}
-        decays, keys = self._decays(rng, self._shapes["g"]), self._keys(rng, self._shapes["k"])
-        return arrays | {"k": keys, "g": decays, "beta": rng.random(self._shapes["beta"]).astype(np.float32)}
+        arrays = {name: random_values(rng, self.input_shapes[name], self.q_dtype) for name in ("q", "v")}
+        decays, keys = self._decays(rng, self.input_shapes["g"]), self._keys(rng, self.input_shapes["k"])
+        return arrays | {"k": keys, "g": decays, "beta": rng.random(self.input_shapes["beta"]).astype(np.float32)}
 
     def hard_ring(self, rng: np.random.Generator) -> Arrays:
         """Keys, deltas and decays as inputs have them."""

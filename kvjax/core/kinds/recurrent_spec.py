@@ -7,9 +7,9 @@ Source:  vLLM v1/kv_cache_interface.py (MambaSpec)
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -193,6 +193,10 @@ class StateArraysSpec(RecurrentSpec):
 
     shapes: tuple[tuple[int, ...], ...]  # of each array of one state
     dtypes: tuple[str, ...]  # of each array
+
+    def common_fields(self) -> dict[str, Any]:
+        """The fields that every kind with such arrays has, by name: what another kind is made of."""
+        return {field.name: getattr(self, field.name) for field in fields(StateArraysSpec)}
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,7 @@ The arrays of a page:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kvjax.core.kinds.mamba import MambaSpec
@@ -69,7 +69,6 @@ class RingStateSpec(StateArraysSpec):
             (1, state[0]),
         )
         dtypes = (*convolution_dtypes, state_dtype, *spec.token_dtypes, "int32")
-        own = {field.name: getattr(spec, field.name) for field in fields(StateArraysSpec)}
         changed = {
             "shapes": shapes,
             "dtypes": dtypes,
@@ -78,7 +77,7 @@ class RingStateSpec(StateArraysSpec):
             "num_ring_drafts": num_drafts,
             "head_axes": (*[0] * len(spec.shapes), *[1] * (len(spec.token_shapes) + 1)),
         }
-        return cls(**own | changed, ring_tokens=ring_tokens)
+        return cls(**spec.common_fields() | changed, ring_tokens=ring_tokens)
 
     @property
     def kind(self) -> str:

@@ -348,10 +348,13 @@ class SingleTypeKVCacheManager(abc.ABC):
         return ids * self.checkpoints.find_kept(np.array([row]), np.arange(start, end))
 
     def _register_real(self, ids: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
-        if self.forgets and np.count_nonzero(ids) < ids.size:
-            real = np.flatnonzero(ids[0])
+        if (real := self._places_with_blocks(ids)) is not None:
             ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
         self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
+
+    def _places_with_blocks(self, ids: np.ndarray) -> np.ndarray | None:
+        """int64[k] places of int32[G, n] entries that are no nulls; None: all. Nulls are in the same columns."""
+        return ids[0].nonzero()[0] if self.forgets and np.count_nonzero(ids) < ids.size else None
 
     def free(self, row: int) -> None:
         """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
@@ -451,8 +454,7 @@ class SingleTypeKVCacheManager(abc.ABC):
             kept = self.checkpoints.find_kept(rows, columns)
             rows, columns = rows[kept], columns[kept]
         ids = self._table.entries[:, rows, columns]
-        if self.forgets and np.count_nonzero(ids) < ids.size:
-            real = ids[0].nonzero()[0]  # groups have their nulls in the same columns
+        if (real := self._places_with_blocks(ids)) is not None:
             return rows[real], columns[real], ids[:, real]
         return rows, columns, ids
 

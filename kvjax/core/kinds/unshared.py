@@ -8,7 +8,7 @@ Source:  CircularBufferSpec and `bounded_replay` of vLLM 0.33's v1/kv_cache_inte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kvjax.core.kinds.mla import LatentWindowSpec
@@ -61,8 +61,7 @@ class RunningStateSpec(StateArraysSpec):
     @classmethod
     def of(cls, spec: StateArraysSpec) -> RunningStateSpec:
         """The states of another kind, of which a request has one."""
-        own = {field.name: getattr(spec, field.name) for field in fields(StateArraysSpec)}
-        return cls(**own | {"mamba_cache_mode": "none"})
+        return cls(**spec.common_fields() | {"mamba_cache_mode": "none"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

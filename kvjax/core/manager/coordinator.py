@@ -7,7 +7,7 @@ Source:  vLLM v1/core/kv_cache_coordinator.py; fixed point of hits: ARCHITECTURE
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             if manager.forgets:
                 others.append(index)
 
-        def ask(index: int) -> int:
+        def ask(index: int, length: int) -> int:
             """The manager's longest hit of at most `length` tokens; one that drops a block may look a block further."""
             drops, manager = self.drops_last_block[index], self.managers[index]
             limit = self.groups.lookup_limit(manager, length, max_length, num_hashed) if drops else length
@@ -95,16 +95,11 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
         for index in scans:
             if index not in others:
-                length = ask(index)
+                length = ask(index, length)
         if len(others) == len(scans):
-            length = ask(others[0])
+            length = ask(others[0], length)
         shared = length
-        agreed = turn = 0
-        while agreed < len(others):
-            shorter = ask(others[turn % len(others)])
-            agreed = agreed + 1 if shorter == length else 1
-            length = shorter
-            turn += 1
+        length = agreed_length(ask, others, length)
         if not length:
             return self.no_ids, 0, shared
         hits = [
@@ -112,6 +107,17 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             for index, manager in enumerate(self.managers)
         ]
         return self.groups.by_group(hits), length, shared
+
+
+def agreed_length(ask: Callable[[int, int], int], indices: Sequence[int], length: int) -> int:
+    """The most tokens, up to `length`, that every index hits: `ask(index, length)` says how many of so many it does."""
+    agreed = turn = 0
+    while agreed < len(indices):
+        shorter = ask(indices[turn % len(indices)], length)
+        agreed = agreed + 1 if shorter == length else 1
+        length = shorter
+        turn += 1
+    return length
 
 
 def get_kv_cache_coordinator(groups: GroupManagers) -> KVCacheCoordinator:

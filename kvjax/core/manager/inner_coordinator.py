@@ -14,7 +14,7 @@ from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.inner_scans import InnerRunScan, InnerStateScan
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
-from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator
+from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator, agreed_length
 
 
 class InnerKVCacheCoordinator(KVCacheCoordinator):
@@ -51,18 +51,13 @@ class InnerKVCacheCoordinator(KVCacheCoordinator):
         others = [index for index in self._cacheable if self.managers[index].forgets]
         length = max_length
 
-        def ask(index: int) -> int:
+        def ask(index: int, length: int) -> int:
             return scans[index].longest(self.limit(index, block_hashes, length))
 
         for index in first or others[:1]:
-            length = ask(index)
+            length = ask(index, length)
         shared = length
-        agreed = turn = 0
-        while agreed < len(others):
-            shorter = ask(others[turn % len(others)])
-            agreed = agreed + 1 if shorter == length else 1
-            length = shorter
-            turn += 1
+        length = agreed_length(ask, others, length)
         if not length:
             return self.no_ids, 0, shared
         for index in first:  # they are cut at the end

@@ -144,8 +144,7 @@ class SlotAllocator:
         limit = self._max_model_len
         if after > limit:
             self._check_length(request, after)
-        if self._state_steps is not None:
-            self._check_step_end(computed, after)
+        self._check_step_end(computed, after)
         for manager in self._groups.rings:
             manager.check_rings(np.array([row]), np.array([computed]), np.array([after]))
         settled = max(computed - in_flight, 0)
@@ -156,8 +155,10 @@ class SlotAllocator:
         return self._rows.extend(request, row, settled, num_slots, cacheable, after)
 
     def _check_step_end(self, start: int, after: int) -> None:
+        if self._state_steps is None:
+            return
         inner = self._rows.inner
-        if self._state_steps is not None and (inner is None or not inner.leaves_checkpoints(start, after)):
+        if inner is None or not inner.leaves_checkpoints(start, after):
             self._state_steps.check_step_ends(start, after)
 
     def limit_step(self, request: Request, new: int, new_computed: int, hit: KVCacheBlocks | None) -> int:
@@ -248,8 +249,7 @@ class SlotAllocator:
         total_computed = counts.new_computed + counts.external
         after = total_computed + counts.new
         self._check_new(request, after)
-        if self._state_steps is not None:
-            self._check_step_end(total_computed, after)
+        self._check_step_end(total_computed, after)
         if hit is not self._groups.no_blocks or counts.new_computed:
             if self._defers_fresh_hits and self._groups.are_fresh(hit.block_ids):
                 return None

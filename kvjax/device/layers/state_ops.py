@@ -12,7 +12,15 @@ from typing import Any
 
 import jax
 
-from kvjax.device.layers.ring_states import PlainOp, RingOp, RingSizes, convolve_in_ring, update_in_ring
+from kvjax.device.layers.ring_states import (
+    Output,
+    OutputOverRing,
+    PlainOp,
+    RingOp,
+    RingSizes,
+    convolve_in_ring,
+    update_in_ring,
+)
 from kvjax.device.layers.state_update import AnyStep, RecurrentStep, StepOverRings
 from kvjax.device.layers.step_cache import StepCache
 from kvjax.device.pages.kv_pages import Column
@@ -65,15 +73,13 @@ def scan_states(
         x, dt, a, b, c, d = inputs
         options: dict[str, Any] = {"d": d, "dt_limit": dt_limit, "backend": cache.backend}
 
-        def plain(states: jax.Array, step: RecurrentStep) -> tuple[jax.Array, jax.Array]:
-            result = selective_scan(x, states, dt, a, b, c, *step, **options)
-            return result.out, result.states
+        def plain(states: jax.Array, step: RecurrentStep) -> Output:
+            return selective_scan(x, states, dt, a, b, c, *step, **options)
 
-        def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> tuple[jax.Array, jax.Array, Column]:
-            result = ring_scan(x, states, dt, a, b, c, ScanRing(*ring), **of_step, **options)
-            return result.out, result.states, tuple(result.ring)
+        def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> OutputOverRing:
+            return ring_scan(x, states, dt, a, b, c, ScanRing(*ring), **of_step, **options)
 
-        return _updated(states, step, sizes, in_ring, plain)
+        return _updated(states, step, x.shape[0], sizes, in_ring, plain)
 
     sizes = cache.ring_sizes(layer_name)
     groups = 1 if b.ndim == 3 and b.shape[1] > 1 else None
@@ -98,15 +104,13 @@ def apply_delta_rule(
         q, k, v, g, beta = inputs
         options: dict[str, Any] = {"use_qk_l2norm": True, "backend": cache.backend}
 
-        def plain(states: jax.Array, step: RecurrentStep) -> tuple[jax.Array, jax.Array]:
-            result = gated_delta_rule(q, k, v, g, beta, states, *step, **options)
-            return result.out, result.states
+        def plain(states: jax.Array, step: RecurrentStep) -> Output:
+            return gated_delta_rule(q, k, v, g, beta, states, *step, **options)
 
-        def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> tuple[jax.Array, jax.Array, Column]:
-            result = ring_delta_rule(q, k, v, g, beta, states, DeltaRing(*ring), **of_step, **options)
-            return result.out, result.states, tuple(result.ring)
+        def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> OutputOverRing:
+            return ring_delta_rule(q, k, v, g, beta, states, DeltaRing(*ring), **of_step, **options)
 
-        return _updated(states, step, sizes, in_ring, plain)
+        return _updated(states, step, v.shape[0], sizes, in_ring, plain)
 
     sizes = cache.ring_sizes(layer_name)
     return cache.update_states(layer_name, rule, (q, k, v, g, beta), (1,) * 5, arrays=_arrays_from(array, sizes))
@@ -118,14 +122,14 @@ def _arrays_from(array: int, sizes: RingSizes | None) -> tuple[int, ...]:
 
 
 def _updated(
-    arrays: Column, step: AnyStep, sizes: RingSizes | None, ring_op: RingOp, plain_op: PlainOp
+    arrays: Column, step: AnyStep, num_tokens: int, sizes: RingSizes | None, ring_op: RingOp, plain_op: PlainOp
 ) -> tuple[jax.Array, Column]:
-    """What a step gives over states, and over states with rings."""
+    """What a step of so many tokens gives over states, and over states with rings."""
     if isinstance(step, StepOverRings):
         assert sizes is not None  # of the same layer
-        return update_in_ring(arrays, step, sizes, ring_op, plain_op)
-    out, states = plain_op(arrays[0], step)
-    return out, (states,)
+        return update_in_ring(arrays, step, num_tokens, sizes, ring_op, plain_op)
+    result = plain_op(arrays[0], step)
+    return result.out, (result.states,)
 
 
 __all__ = ["apply_delta_rule", "convolve_states", "scan_states"]
