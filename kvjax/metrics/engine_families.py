@@ -68,6 +68,7 @@ class EngineFamilies:
         tokens = {"buckets": REQUEST_TOKENS}
         self.request_prompt = made(histogram, "request_prompt_tokens", "Prompt tokens of a request.", **tokens)
         self.request_generation = made(histogram, "request_generation_tokens", "Output tokens of a request.", **tokens)
+        self.disk_outage = made(gauge, "kv_tier_disk_outage", "1 while the disk tier keeps nothing new.")
 
 
 __all__ = ["EngineFamilies"]

@@ -25,12 +25,22 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 
+class MeasuredTiers(Protocol):
+    """What is read of `TierStats`."""
+
+    disk_problem: str  # empty: the disk keeps units
+
+
 class MeasuredEngine(Protocol):
     """What is read of an `LLMEngine`."""
 
     @property
     def managers(self) -> tuple[KVCacheManager, ...]:
         """Its cache, by data rank; others after an exception."""
+
+    @property
+    def tier_stats(self) -> MeasuredTiers | None:
+        """What its tiers have done; None: there are none."""
 
 
 class EngineMetrics:
@@ -77,6 +87,7 @@ class EngineMetrics:
         self._latency = series(families.latency)
         self._request_prompt = series(families.request_prompt)
         self._request_generation = series(families.request_generation)
+        self._disk_outage = series(families.disk_outage)
 
     def step_ended(self, stats: Any, outputs: Any) -> None:  # StepStats, StepOutputs
         """Counts a step, and the requests that ended in it."""
@@ -91,6 +102,8 @@ class EngineMetrics:
         if self._engine.managers[0] is not self._manager:
             self._watch_cache()
         self._cache.observe(stats.num_preemptions)
+        tiers = self._engine.tier_stats
+        self._disk_outage.set(tiers is not None and bool(tiers.disk_problem))
 
     def request_aborted(self, result: Any) -> None:  # GenerationResult
         """Counts a request that was aborted."""

@@ -36,6 +36,7 @@ and of an engine (EngineMetrics):
     e2e_request_latency_seconds       histogram                                   arrival to end
     request_prompt_tokens             histogram                                   of a request
     request_generation_tokens         histogram                                   of a request
+    kv_tier_disk_outage          own  gauge                                       1 while it keeps nothing new
 
 Prometheus shows counters with `_total` behind the name.
 """
@@ -75,6 +76,7 @@ KEYS = (
     "e2e_request_latency_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "kv_tier_disk_outage",
 )
 
 

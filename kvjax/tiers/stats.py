@@ -22,6 +22,8 @@ class TierStats:
     num_disk_writes: int = 0
     num_disk_skips: int = 0  # units that a full queue or a full disk kept from it
     num_disk_errors: int = 0  # units on disk that could not be read, or were not what was written
+    num_disk_outages: int = 0  # times that the disk ceased to keep units
+    disk_problem: str = ""  # why it does not keep them now; empty: it does
 
 
 __all__ = ["TierStats"]

@@ -161,8 +161,9 @@ class Tiers:
     def save_all(self, pages: KVPages) -> KVPages:
         """Brings all that the manager has cached to the host, as far as it has room, and to disk; the pages."""
         self.scheduler.queue_all()
-        pages = self.worker.start_load_kv(pages, self.scheduler.build_connector_meta())
-        self.flush()
+        with self.worker.waiting_for_disk():
+            pages = self.worker.start_load_kv(pages, self.scheduler.build_connector_meta())
+            self.flush()
         return pages
 
     def use_weights(self, weights: WeightsInUse) -> None:

@@ -23,8 +23,9 @@ from kvjax.engine.requests.request_inputs import GivenInputs
 from kvjax.engine.step.engine_core import EngineCore
 from kvjax.engine.step.loop_parts import tell_weights
 from kvjax.engine.step.rank_loops import RankPin
-from kvjax.errors import EngineClosedError
+from kvjax.errors import EngineClosedError, TierDataError
 from kvjax.tiers.connector import KVConnector
+from kvjax.tiers.stats import TierStats
 
 
 class EngineLifeCycle:
@@ -105,11 +106,23 @@ class EngineLifeCycle:
 
         Raises:
             ValueError: requests are unfinished, or prefixes pinned. Nothing is changed.
+            TierDataError: the disk did not take all of it, and the message says why. What it took is there.
         """
         self._idle_managers("save_cache")
-        if self.connector is not None and not self.is_asleep:
-            with self._core.changing():
-                self._core.runner.pages = self.connector.save_all(self._core.runner.pages)
+        if self.connector is None or self.is_asleep:
+            return
+        stats = self.tier_stats
+        num_skips = 0 if stats is None else stats.num_disk_skips
+        with self._core.changing():
+            self._core.runner.pages = self.connector.save_all(self._core.runner.pages)
+        if stats is not None and stats.num_disk_skips > num_skips:
+            reason = stats.disk_problem or "they are larger than disk_bytes"
+            raise TierDataError(f"{stats.num_disk_skips - num_skips} units did not go to disk: {reason}")
+
+    @property
+    def tier_stats(self) -> TierStats | None:
+        """What the tiers have done; None: there are none."""
+        return getattr(self.connector, "stats", None)
 
     def pin_prompt(
         self, prompt: str | Sequence[int] | np.ndarray, *, cache_salt: str | None = None, lora_name: str | None = None

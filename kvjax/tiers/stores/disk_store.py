@@ -4,29 +4,32 @@ Flow:    TierWorker's threads -> [DiskStore] -> files; TierScheduler.holds -> [D
 Source:  why files, and not a key-value library: docs/tiers.md, "Disk"
 
     <folder>/STORE.json                what the files are units of: layout, hashes, weights; of another, nothing opens
-    <folder>/.lock                     bytes of all units, 8 of them, written under flock
+    <folder>/.lock                     bytes of all units, written under flock (folder_lock.py)
     <folder>/versions/<name>           which weights a version names, a file each
     <folder>/units/ab/<key>            a unit: a header with checksum and key, and its bytes
     <folder>/tmp/<pid>-<number>        a unit that is being written
 
 A unit is written beside, then renamed: it is there whole or not at all, whenever its writer dies. After a loss of power
 a file may be there without its bytes; its checksum tells, as it tells flipped bits. A unit that is not what was written
-is deleted and is a miss. When the files pass `max_bytes`, those used longest ago (by their time of change) are deleted
-until 5 % are free. Any process may do that while others read: a file that is open stays readable.
+is deleted and is a miss. So is one of another identity, which the checksum covers. When the files pass `max_bytes`,
+those used longest ago (by their time of change) are deleted until 5 % are free. Any process may do that while others
+read: a file that is open stays readable.
+
+What the store cannot keep is told by an `Outage`. Every unit is a new try, and during an outage none waits for the
+lock. A folder that was deleted is made anew.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
 import itertools
 import json
 import os
 import struct
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +37,15 @@ import xxhash
 
 from kvjax.errors import TierDataError
 from kvjax.tiers.stats import TierStats
+from kvjax.tiers.stores.folder_lock import FolderLock, read_counter, write_counter
+from kvjax.tiers.stores.outage import Outage
 from kvjax.tiers.units import UnitKey
 
 MAGIC = b"kvjaxU1\n"
 HEADER = struct.Struct("<8sIQ16s")  # magic, bytes of the key, bytes of the unit, checksum
-COUNTER = struct.Struct("<q")
 KEPT_SHARE = 0.95  # of `max_bytes`, after units were deleted
+LOCK_WAIT_S = 1.0  # most that a unit waits for another process
+OPEN_WAIT_S = 60.0  # likewise when a store is opened: others may be looking through a large folder
 PROBATION_AGE = 4  # a file's time is divided by it: the oldest first, and all before those of today's units
 
 
@@ -62,6 +68,7 @@ class DiskStore:
 
         Raises:
             ValueError: the folder is of another identity, or something else, or `max_bytes` is not positive.
+            TierDataError: another process holds the folder's lock for a minute.
         """
         if max_bytes < 1:
             raise ValueError(f"expected max_bytes >= 1, got {max_bytes}")
@@ -72,9 +79,13 @@ class DiskStore:
         self._tmp = self.folder / "tmp"
         self._names = itertools.count()
         self._index: set[str] = set()
-        self._guard = threading.Lock()  # flock does not keep threads of one process apart
+        self._lock = FolderLock(self.folder / ".lock")
+        self._outage = Outage(f"the disk store in {self.folder}", self.stats)
+        self._identity = dict(identity)
+        self._seal = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).digest()
+        self._opened: tuple[int, ...] | None = None  # which STORE.json was read
         self._scanned_s = 0.0
-        self._open(dict(identity))
+        self._open(self._lock.held(OPEN_WAIT_S))
 
     def has(self, key: UnitKey) -> bool:
         """Whether the unit was there when the store was looked through, or has been written here since."""
@@ -92,11 +103,27 @@ class DiskStore:
         if size > self.max_bytes:
             self.stats.num_disk_skips += 1
             return False
-        temporary = self._tmp / f"{os.getpid()}-{next(self._names)}"
         try:
-            self._reserve(size)
+            self._keep_open()
+            self._write(name, data, size, on_probation=on_probation)
+        except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError):
+                self._opened = None  # a part of the folder is gone
+            self.stats.num_disk_skips += 1
+            self._outage.failed(error)
+            return False
+        self._outage.worked()
+        self._index.add(name)
+        self.stats.num_disk_writes += 1
+        return True
+
+    def _write(self, name: str, data: np.ndarray, size: int, *, on_probation: bool) -> None:
+        """Raises OSError where it cannot, and leaves nothing behind."""
+        temporary = self._tmp / f"{os.getpid()}-{next(self._names)}"
+        self._reserve(size)
+        try:
             encoded = name.encode()
-            header = HEADER.pack(MAGIC, len(encoded), data.nbytes, _checksum(encoded, data))
+            header = HEADER.pack(MAGIC, len(encoded), data.nbytes, _checksum(self._seal + encoded, data))
             with open(temporary, "wb", buffering=0) as file:
                 for part in (header + encoded, data):
                     write_all(file.fileno(), part)
@@ -110,15 +137,11 @@ class DiskStore:
             else:
                 temporary.replace(target)
         except OSError:
-            self.stats.num_disk_skips += 1
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             with suppress(OSError):
                 self._reserve(-size)
-            return False
-        self._index.add(name)
-        self.stats.num_disk_writes += 1
-        return True
+            raise
 
     def get(self, key: UnitKey, out: np.ndarray) -> None:  # uint8[n]
         """Reads a unit into `out`.
@@ -129,14 +152,15 @@ class DiskStore:
         name = name_of(key)
         path = self._path(name)
         try:
-            with open(path, "rb", buffering=0) as file:
-                problem = _read(file, name.encode(), out)
+            with open(path, "rb", buffering=0, opener=_open_plainly) as file:
+                problem = _read(file, name.encode(), out, self._seal)
                 if problem is None:
                     os.utime(file.fileno())
         except FileNotFoundError:
             self._index.discard(name)
             raise TierDataError(f"unit {name} is on disk no more: another process needed its room") from None
         except OSError as error:
+            self._index.discard(name)
             self.stats.num_disk_errors += 1
             raise TierDataError(f"unit {name} cannot be read: {error}") from error
         if problem is not None:
@@ -154,27 +178,28 @@ class DiskStore:
             self._reserve(-size)
 
     def refresh(self, max_age_s: float = 0.0) -> None:
-        """Brings the index up to date, unless it was in the last `max_age_s`."""
+        """Brings the index up to date, unless it was in the last `max_age_s`. Of a folder that is gone it is empty."""
         if time.monotonic() - self._scanned_s < max_age_s:
             return
         self._scanned_s = time.monotonic()
-        found = {entry.name for entry in self._entries()}
+        try:
+            found = {entry.name for entry in self._entries()}
+        except OSError as error:
+            found = set()
+            self._outage.failed(error)
         self._index.update(found)
         self._index.intersection_update(found)
 
     def names_by_age(self) -> list[str]:
         """Names of all units, those used longest ago first."""
-        aged = []
-        for entry in self._entries():
-            with suppress(FileNotFoundError):
-                aged.append((entry.stat().st_mtime_ns, entry.name))
-        return [name for _, name in sorted(aged)]
+        return [name for _, name, _ in self._aged()]
 
     def name_weights(self, version: str, digest: str) -> None:
         """Notes of which weights a version is, for all that open the folder, from here on for ever.
 
         Raises:
             ValueError: it is known as the version of others. Nothing is changed.
+            TierDataError: another process holds the folder's lock.
         """
         path = self.folder / "versions" / hashlib.sha256(version.encode()).hexdigest()[:32]
         with self._locked():
@@ -194,11 +219,21 @@ class DiskStore:
     def num_bytes(self) -> int:
         """Bytes of all units, by the count that all processes keep."""
         with self._locked() as file:
-            return _read_counter(file)
+            return self._counted(file)
 
-    def _open(self, identity: dict[str, str]) -> None:
+    def _keep_open(self) -> None:
+        """Opens the folder again where it is not the one that was opened: somebody deleted it since."""
+        try:
+            is_open = self._opened == _file_id(self.folder / "STORE.json")
+        except FileNotFoundError:
+            is_open = False
+        if not is_open:
+            self._open(self._locked())
+
+    def _open(self, locked: AbstractContextManager[int]) -> None:
+        identity = self._identity
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._locked() as counter:
+        with locked as counter:
             path = self.folder / "STORE.json"
             if path.exists():
                 check_identity(path, identity)
@@ -211,8 +246,10 @@ class DiskStore:
                 folder.mkdir(exist_ok=True)
             self._delete_orphans()
             entries = list(self._entries())
-            _write_counter(counter, sum(_size_of(entry) for entry in entries))
+            write_counter(counter, sum(_size_of(entry) for entry in entries))
+            opened = _file_id(path)
         self._index = {entry.name for entry in entries}
+        self._opened = opened
         self._scanned_s = time.monotonic()
 
     def _delete_orphans(self) -> None:
@@ -224,16 +261,27 @@ class DiskStore:
                     os.unlink(entry)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Counts bytes that come, or with a minus go; deletes units where there are too many."""
+        """Counts bytes that come, or with a minus go; deletes units where there are too many.
+
+        Raises:
+            OSError: so many do not fit, and units cannot be deleted. Nothing is counted.
+        """
         with self._locked() as file:
-            total = _read_counter(file) + num_bytes
-            if total > self.max_bytes:
+            total = self._counted(file) + num_bytes
+            if num_bytes > 0 and total > self.max_bytes:
                 total = self._delete_oldest(num_bytes)
-            _write_counter(file, max(total, 0))
+            if num_bytes > 0 and total > self.max_bytes:
+                raise OSError(errno.ENOSPC, f"its units take {total} of {self.max_bytes} bytes and cannot be deleted")
+            write_counter(file, max(total, 0))
+
+    def _counted(self, file: int) -> int:
+        """Bytes of all units; a count that is damaged is made anew."""
+        counted = read_counter(file)
+        return sum(_size_of(entry) for entry in self._entries()) if counted is None else counted
 
     def _delete_oldest(self, coming_bytes: int) -> int:
         """Deletes units until so many more fit; the bytes that are counted then."""
-        aged = sorted((entry.stat().st_mtime_ns, entry.name, _size_of(entry)) for entry in self._entries())
+        aged = self._aged()
         total = sum(size for _, _, size in aged) + coming_bytes
         for _, name, size in aged:
             if total <= self.max_bytes * KEPT_SHARE:
@@ -244,23 +292,25 @@ class DiskStore:
                 total -= size
         return total
 
+    def _aged(self) -> list[tuple[int, str, int]]:
+        """Time of last use, name and bytes of each unit, those used longest ago first."""
+        aged = []
+        for entry in self._entries():
+            with suppress(FileNotFoundError):
+                status = entry.stat()
+                aged.append((status.st_mtime_ns, entry.name, status.st_size))
+        return sorted(aged)
+
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         for folder in os.scandir(self._units):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 yield from os.scandir(folder)
 
     def _path(self, name: str) -> Path:
         return self._units / name.rpartition("-")[2][:2] / name
 
-    @contextmanager
-    def _locked(self) -> Iterator[int]:
-        with self._guard:
-            file = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                yield file
-            finally:
-                os.close(file)  # unlocks
+    def _locked(self) -> AbstractContextManager[int]:
+        return self._lock.held(0.0 if self._outage.is_out else LOCK_WAIT_S)
 
 
 def name_of(key: UnitKey) -> str:
@@ -288,7 +338,18 @@ def write_all(file: int, data: bytes | np.ndarray) -> None:
         view = view[os.write(file, view) :]
 
 
-def _read(file, name: bytes, out: np.ndarray) -> str | None:  # type: ignore[no-untyped-def]
+def _file_id(path: Path) -> tuple[int, ...]:
+    """Tells a file from a later one of its name."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def _open_plainly(path: str, flags: int) -> int:
+    """Opens a file without waiting where it is a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _read(file, name: bytes, out: np.ndarray, seal: bytes) -> str | None:  # type: ignore[no-untyped-def]
     """Reads a unit into `out`; what is wrong with it."""
     header = file.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -304,7 +365,7 @@ def _read(file, name: bytes, out: np.ndarray) -> str | None:  # type: ignore[no-
         if not count:
             return f"expected {view.nbytes} bytes more"
         view = view[count:]
-    return None if _checksum(name, out) == checksum else "its checksum is not that of its bytes"
+    return None if _checksum(seal + name, out) == checksum else "its checksum is not that of its bytes"
 
 
 def _checksum(name: bytes, data: np.ndarray) -> bytes:
@@ -328,15 +389,6 @@ def _is_alive(pid: str) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _read_counter(file: int) -> int:
-    data = os.pread(file, COUNTER.size, 0)
-    return COUNTER.unpack(data)[0] if len(data) == COUNTER.size else 0
-
-
-def _write_counter(file: int, num_bytes: int) -> None:
-    os.pwrite(file, COUNTER.pack(num_bytes), 0)
 
 
 __all__ = ["KEPT_SHARE", "DiskStore", "check_identity", "name_of"]

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -106,6 +107,7 @@ class TierWorker:
         self._pace = OwnPace() if pace is None else pace
         self._memory = RecycledMemory(IDLE_BYTES)
         self._to_disk: deque[tuple[Future[Any], int]] = deque()  # writes in flight and their bytes; threads append
+        self._waits_for_disk = False
         self._start()
 
     def _start(self) -> None:
@@ -190,6 +192,15 @@ class TierWorker:
                 return
             else:
                 return
+
+    @contextmanager
+    def waiting_for_disk(self) -> Iterator[None]:
+        """Within, what is stored waits for the disk where otherwise it would be passed over."""
+        self._waits_for_disk = True
+        try:
+            yield
+        finally:
+            self._waits_for_disk = False
 
     def flush(self) -> list[StoredUnits]:
         """Brings all pages that were gathered to the host, and to disk what goes there; what `get_finished` says."""
@@ -278,14 +289,21 @@ class TierWorker:
         if self._disk is None:
             return on_host
         if all_on_host:
-            num_bytes = sum(page.nbytes for page in pages)
-            if sum(count for future, count in list(self._to_disk) if not future.done()) > self._most_bytes:
-                self.stats.num_disk_skips += slots.size
-                self._pace.lose(_keys_of(units, on_host))
-            else:
-                self._to_disk.append((self._disk_threads.submit(self._write_to_disk, units, pages), num_bytes))
+            self._queue_for_disk(units, pages)
             return on_host
         return on_host | self._write_to_disk(units, pages)
+
+    def _queue_for_disk(self, units: StoreUnits, pages: Sequence[np.ndarray]) -> None:
+        """Has a thread write units to disk; where too many bytes wait for that, they stay on the host alone."""
+        waiting = [(future, count) for future, count in list(self._to_disk) if not future.done()]
+        if sum(count for _, count in waiting) > self._most_bytes:
+            if not self._waits_for_disk:
+                self.stats.num_disk_skips += units.block_ids.size
+                self._pace.lose(_keys_of(units))
+                return
+            wait_for_futures([future for future, _ in waiting])
+        num_bytes = sum(page.nbytes for page in pages)
+        self._to_disk.append((self._disk_threads.submit(self._write_to_disk, units, pages), num_bytes))
 
     def _write_to_disk(self, units: StoreUnits, pages: Sequence[np.ndarray]) -> np.ndarray:  # bool[n]
         assert self._disk is not None

@@ -25,6 +25,7 @@ KINDS = {
     "vllm:e2e_request_latency_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
+    "vllm:kv_tier_disk_outage": "gauge",
 }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,15 @@ import numpy as np
 import pytest
 
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
-from kvjax.errors import EngineClosedError
+from kvjax.errors import EngineClosedError, TierDataError
+from kvjax.metrics import EngineMetrics
 from kvjax.models import load_model
 from kvjax.tiers.config import TierConfig
+from kvjax.tiers.stores import disk_store, outage
+from kvjax.tiers.stores.disk_store import DiskStore
 from kvjax.tiers.tiers import Tiers
 from tests.engine.engines import assert_no_leak
+from tests.metrics.test_manager_metrics import value
 from tests.models.golden_models import goldens_of, model_folder
 
 HOST = 1 << 24
@@ -217,6 +224,58 @@ def test_a_disk_hit_after_a_restart(tmp_path: Path) -> None:
     assert second.connector.stats.num_disk_loads > 0
     assert second.connector.stats.num_disk_errors == 0
     assert num_cached(second) > num_cached(first)
+
+
+@pytest.mark.parametrize("host_bytes", [0, HOST])
+def test_a_disk_lock_that_stays_held_costs_one_wait(
+    tmp_path: Path, host_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go on, the metric says it, and `save_cache` raises; once the lock is let go all is kept."""
+    monkeypatch.setattr(disk_store, "LOCK_WAIT_S", 0.5)
+    tiers = TierConfig(host_bytes=host_bytes, disk_folder=str(tmp_path), disk_bytes=1 << 26, weights="g")
+    engine = make_engine("gemma3", tiers=tiers)
+    metrics = EngineMetrics(engine)
+    engine.add_observer(metrics)
+    expected = rounds(make_engine("gemma3"), "gemma3", 3)
+    with open(tmp_path / ".lock", "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        start_s = time.monotonic()
+        for own, other in zip(rounds(engine, "gemma3", 3), expected, strict=True):
+            np.testing.assert_array_equal(own, other)
+        with pytest.raises(TierDataError, match=r"\d+ units did not go to disk: .* another process holds the lock"):
+            engine.save_cache()
+        assert time.monotonic() - start_s < 30.0  # of minutes with a wait for each unit
+        assert engine.tier_stats.num_disk_outages == 1
+        engine.generate([[1, 2, 3]], GREEDY)
+        assert value(metrics.registry, "kv_tier_disk_outage") == 1
+    monkeypatch.setattr(outage, "CALM_S", 0.0)
+    rounds(engine, "gemma3", 1)
+    engine.save_cache()
+    engine.generate([[1, 2, 3]], GREEDY)
+    assert value(metrics.registry, "kv_tier_disk_outage") == 0
+    assert engine.tier_stats.num_disk_writes > 0
+
+
+def test_save_cache_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps would pass it over: each unit is larger than what may be in flight."""
+    put = DiskStore.put
+
+    def put_slowly(*args: Any, **options: Any) -> bool:
+        time.sleep(0.02)
+        return put(*args, **options)
+
+    monkeypatch.setattr(DiskStore, "put", put_slowly)
+    folder = str(tmp_path)
+    tiers = TierConfig(host_bytes=HOST, disk_folder=folder, disk_bytes=1 << 26, weights="g", max_bytes_in_flight=1)
+    engine = make_engine("gemma3", tiers=tiers)
+    prompts = [golden.prompt for golden in goldens_of("gemma3")]
+    engine.generate(prompts, GREEDY)
+    num_cached = sum(int(pool.is_hashed.sum()) for pool in engine.managers[0].block_pools)
+    engine.connector.flush()
+    before = replace(engine.tier_stats)
+    engine.save_cache()
+    assert engine.tier_stats.num_disk_skips == before.num_disk_skips
+    assert engine.tier_stats.num_disk_writes - before.num_disk_writes > num_cached // 2 > 4
 
 
 def test_a_load_gives_way_to_urgent_requests_and_writes_no_page_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

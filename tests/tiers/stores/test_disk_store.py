@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +19,8 @@ import pytest
 
 from kvjax.core import BlockHash
 from kvjax.errors import TierDataError
-from kvjax.tiers.stores import disk_store
+from kvjax.tiers.stats import TierStats
+from kvjax.tiers.stores import disk_store, outage
 from kvjax.tiers.stores.disk_store import DiskStore, name_of
 from kvjax.tiers.units import UnitKey
 
@@ -212,6 +219,143 @@ def test_another_process_may_delete_what_the_index_knows(tmp_path: Path) -> None
     with pytest.raises(TierDataError, match="on disk no more"):
         read(second, 1)
     assert not second.has(key_of(1))
+
+
+@contextmanager
+def lock_held(folder: Path) -> Iterator[None]:
+    """As another process holds it: locks of two open files exclude each other, whoever opened them."""
+    with open(folder / ".lock", "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def outages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_lock_that_stays_held_costs_one_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once it is let go the next unit is kept; what was kept before can be read all the time."""
+    monkeypatch.setattr(disk_store, "LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr(outage, "CALM_S", 0.0)
+    store = make_store(tmp_path)
+    store.put(key_of(0), unit_of(0))
+    with lock_held(tmp_path):
+        start_s = time.monotonic()
+        assert not any(store.put(key_of(number), unit_of(number)) for number in range(1, 100))
+        np.testing.assert_array_equal(read(store, 0), unit_of(0))
+        assert time.monotonic() - start_s < 5.0  # of 20 with a wait for each
+        with pytest.raises(TierDataError, match=r"another process holds the lock .*\.lock, waited 0 s; end it if"):
+            _ = store.num_bytes
+    assert len(outages(caplog)) == store.stats.num_disk_outages == 1
+    assert "another process holds the lock" in store.stats.disk_problem
+    assert store.put(key_of(1), unit_of(1))
+    assert not store.stats.disk_problem
+    assert "keeps units again" in outages(caplog)[-1]
+    assert store.num_bytes == 2 * unit_file(tmp_path, 1).stat().st_size
+
+
+def test_a_store_is_not_opened_under_a_held_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(tmp_path)
+    monkeypatch.setattr(disk_store, "OPEN_WAIT_S", 0.1)
+    with lock_held(tmp_path), pytest.raises(TierDataError, match=r"another process holds .* waited 0\.1 s"):
+        make_store(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["", "units", "tmp"])
+def test_a_folder_that_is_deleted_comes_back(tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "store"
+    store = make_store(folder)
+    store.put(key_of(1), unit_of(1))
+    shutil.rmtree(folder / part)
+    store.refresh()
+    assert store.has(key_of(1)) == (part == "tmp")
+    for number in range(2, 6):
+        store.put(key_of(number), unit_of(number))
+    assert store.has(key_of(5))
+    np.testing.assert_array_equal(read(store, 5), unit_of(5))
+    assert make_store(folder).has(key_of(5))
+    assert store.num_bytes == sum(path.stat().st_size for path in (folder / "units").rglob("*-*"))
+    assert len(outages(caplog)) == 1
+
+
+def test_a_folder_that_another_cache_has_taken_is_left_alone(tmp_path: Path) -> None:
+    """Deleted, and made by an engine of another model: its units are not ours, nor ours its."""
+    folder = tmp_path / "store"
+    first = make_store(folder)
+    first.put(key_of(1), unit_of(1))
+    shutil.rmtree(folder)
+    second = make_store(folder, identity={"layout": "b"})
+    second.put(key_of(1), unit_of(2))
+    assert not first.put(key_of(3), unit_of(3))
+    assert "is of another cache" in first.stats.disk_problem
+    second.refresh()
+    assert not second.has(key_of(3))
+    with pytest.raises(TierDataError, match="its checksum is not that of its bytes"):
+        read(first, 1)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 16, b"\x00" * 7, struct.pack("<q", -(1 << 40)), struct.pack("<q", 1 << 60)]
+)
+def test_a_damaged_count_is_made_anew(tmp_path: Path, data: bytes) -> None:
+    store = make_store(tmp_path, 41_800)
+    for number in range(8):
+        store.put(key_of(number), unit_of(number))
+    before = store.num_bytes
+    (tmp_path / ".lock").write_bytes(data)
+    assert store.num_bytes == before
+    for number in range(8, 40):
+        assert store.put(key_of(number), unit_of(number))
+        assert sum(path.stat().st_size for path in (tmp_path / "units").rglob("*-*")) <= 41_800
+
+
+def test_units_that_cannot_be_deleted_are_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that became read-only: no unit is written beyond `max_bytes`."""
+    store = make_store(tmp_path, 41_800)
+    for number in range(10):
+        store.put(key_of(number), unit_of(number))
+    before = sorted((tmp_path / "units").rglob("*-*"))
+
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert not store.put(key_of(10), unit_of(10))
+    assert "of 41800 bytes and cannot be deleted" in store.stats.disk_problem
+    assert sorted((tmp_path / "units").rglob("*-*")) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop"])
+def test_what_is_no_file_is_a_miss(tmp_path: Path, kind: str) -> None:
+    store = make_store(tmp_path)
+    store.put(key_of(1), unit_of(1))
+    path = unit_file(tmp_path, 1)
+    path.unlink()
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "loop": lambda: path.symlink_to(path)}[kind]()
+    with pytest.raises(TierDataError):
+        read(store, 1)
+    assert not store.has(key_of(1))
+
+
+def test_an_outage_is_told_once_until_it_is_calm(caplog: pytest.LogCaptureFixture) -> None:
+    now_s, stats = 0.0, TierStats()
+    told = outage.Outage("the store", stats, clock=lambda: now_s)
+    for _ in range(100):  # every other unit fits
+        told.failed(OSError("no room"))
+        now_s += 1.0
+        told.worked()
+    assert outages(caplog) == [
+        "the store: no room; what it cannot keep is computed again, and it is tried with every unit"
+    ]
+    assert stats.disk_problem == "the store: no room"
+    now_s += outage.CALM_S
+    told.worked()
+    assert outages(caplog)[1:] == ["the store: keeps units again, after 110 s"]
+    assert not stats.disk_problem
+    told.failed(OSError("no room"))
+    assert (stats.num_disk_outages, len(outages(caplog))) == (2, 3)
 
 
 def test_bad_sizes() -> None:
