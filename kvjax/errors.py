@@ -42,6 +42,10 @@ class StepFailedError(KVCacheError, RuntimeError):
     """A step of an engine raised, and the request was in it, or its own matcher did; `__cause__` is what was raised."""
 
 
+class NonFiniteLogitsError(KVCacheError, ArithmeticError):
+    """A model's scores of a request's next token are NaN or infinite, so that no token follows; the request ends."""
+
+
 class DivergenceError(KVCacheError, RuntimeError):
     """Processes that run one engine have planned different steps; the message says from which step on."""
 
@@ -95,6 +99,7 @@ __all__ = [
     "MissingExtraError",
     "MissingStackError",
     "NeverHitsWarning",
+    "NonFiniteLogitsError",
     "OutOfBlocksError",
     "StepFailedError",
     "TierDataError",

@@ -97,6 +97,11 @@ class ModelConfig(abc.ABC):
         return ()
 
     @property
+    def rotation(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings of its layers as they are for sequences of up to `max_model_len` tokens."""
+        return tuple(rope.for_length(self.max_model_len) for rope in self.ropes)
+
+    @property
     def longest_len(self) -> int:
         """Tokens that the config's rotary scalings allow, where `max_model_len` is what the file says."""
         if self.counts_scaling:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -27,6 +27,8 @@ from kvjax.extras import require_extra
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.config import ModelConfig, StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
+from kvjax.models.configs.rope import RopeConfig
+from kvjax.models.finite import num_not_finite
 from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
@@ -69,6 +71,20 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     no_tokenizer: str = NO_TOKENIZER  # what to tell who needs one, where there is none
     chat_template: ChatTemplate | None = None  # None: the folder has none
+    _others: dict[tuple[RopeConfig, ...], LoadedModel] = field(default_factory=dict, repr=False, compare=False)
+
+    def for_length(self, max_model_len: int) -> LoadedModel:
+        """The model as it is for sequences of at most `max_model_len` tokens: itself where no rotary embedding changes.
+
+        Lengths that choose the same frequencies give the same object, over the same arrays.
+        """
+        shorter = self.config.for_length(min(max_model_len, self.config.max_model_len))
+        if shorter.rotation == self.config.rotation:
+            return self
+        if shorter.rotation not in self._others:
+            module = self.module.for_length(max_model_len)
+            self._others[shorter.rotation] = replace(self, config=module.config, module=module, _others={})
+        return self._others[shorter.rotation]
 
 
 def load_model(
@@ -79,16 +95,19 @@ def load_model(
     tensor_axis: str = TENSOR_AXIS,
     max_model_len: int | None = None,
     streaming: StreamingWindow | None = None,
+    check_finite: bool = True,
 ) -> LoadedModel:
     """The model in `folder`, split over the axis `tensor_axis` of `mesh` if there is one.
 
     Weights are in `dtype`, None: in that of the folder's config.json; the config that comes back says which.
-    With `max_model_len` it is made for sequences of that many tokens at most: long rope goes by that. With `streaming`
-    its layers, which have full attention, see a window and the first tokens only.
+    With `max_model_len` it is made for sequences of that many tokens at most, which long and dynamic rope go by; an
+    engine sees to that by itself. With `streaming` its layers, which have full attention, see a window and the first
+    tokens only. `check_finite` reads every weight once more while it is in memory, about 1 s for 4 GB.
 
     Raises:
         ConfigError: as `ModelConfig.from_folder`.
-        CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named.
+        CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named. With
+            `check_finite`, a weight that is NaN or infinite in the dtype that it is loaded in; its tensor is named.
         MissingExtraError: safetensors or tokenizers is not installed.
         NotImplementedError: weights are quantised, or have an adapter beside them.
         ValueError: weights have no such dtype here, heads or feed-forward columns do not divide over the axis, or
@@ -118,13 +137,27 @@ def load_model(
         for path, param in params:
             source = sources[path]
             parts = [read(name) for name in source.names]
-            array = np.asarray(source.join(parts, param.shape), param.dtype)
+            with np.errstate(over="ignore" if check_finite else "warn"):
+                array = np.asarray(source.join(parts, param.shape), param.dtype)
+            if check_finite:
+                _check_finite(array, source, folder)
             where = None if mesh is None else param_sharding(abstract, path, mesh, tensor_axis)
             loaded.append((path, param.replace(jax.device_put(array, where, may_alias=False))))
     module = nnx.merge(graph, nnx.from_flat_state(loaded))
     return LoadedModel(
         config, module, Tokenizer.from_folder(folder), why_no_tokenizer(folder), ChatTemplate.from_folder(folder)
     )
+
+
+def _check_finite(array: np.ndarray, source: TensorSource, folder: Path) -> None:
+    """Raises CheckpointError where a parameter, as it is to be used, has a number that is none."""
+    count = num_not_finite(array)
+    if count:
+        raise CheckpointError(
+            f"{folder}: expected finite numbers in {', '.join(source.names[:3])}, got {count} of {array.size} that are "
+            f"NaN or infinite in {array.dtype}: the file is damaged, or needs dtype='float32'; check_finite=False "
+            "loads it as it is"
+        )
 
 
 def _check_form(folder: Path, config: ModelConfig) -> None:
@@ -243,18 +276,25 @@ def _match_tensors(
 def _surplus(tensors: dict[str, _Stored], known: set[str], module: LanguageModel, prefix: str) -> Iterator[str]:
     """Names that the model has no place for, in order; a tied head's copy and rotary tables are not among them."""
     ignored = (*module.ignored_tensors, *(prefix + name for name in module.config.ignored_tensors))
+    heads = set(_copies_of_head(tensors, module))
     for name in sorted(set(tensors) - known):
-        is_tied_head = module.config.tie_word_embeddings and name.endswith("lm_head.weight")
         is_ignored = name.endswith("rotary_emb.inv_freq") or name.startswith(ignored)
-        if not is_tied_head and not is_ignored:
+        if name not in heads and not is_ignored:
             yield name
+
+
+def _copies_of_head(tensors: dict[str, _Stored], module: LanguageModel) -> list[str]:
+    """Tensors that have the name of the output head, where the embeddings are that."""
+    if not module.config.tie_word_embeddings:
+        return []
+    head = f"{module.tensor_names.get('lm_head', 'lm_head')}.weight"
+    return [name for name in tensors if name == head or name.endswith(f".{head}")]
 
 
 def _other_heads(tensors: dict[str, _Stored], module: LanguageModel, prefix: str) -> Iterator[str]:
     """What is wrong with copies of a tied head: one that is not the embeddings is an output head of its own."""
     embeddings = tensors.get(prefix + module.anchor)
-    heads = [name for name in tensors if module.config.tie_word_embeddings and name.endswith("lm_head.weight")]
-    for name in heads:
+    for name in _copies_of_head(tensors, module):
         if embeddings is not None and not np.array_equal(tensors[name].read(), embeddings.read()):
             yield (
                 f"{name}: expected the embeddings, since tie_word_embeddings is true, got other values: change the "

@@ -48,8 +48,9 @@ def indexer_topk(
     """int32[T, topk]: per token the entries of the highest scores, highest first, -1 after the last.
 
     A query at `pos` picks among the entries `e < (pos + 1) // tokens_per_state`; where there are no more than `topk` it
-    picks all. Equal scores: the smaller entry first. Scores are float32, any common positive factor of them may be
-    left out, and they must be finite. Padding picks none.
+    picks all. Equal scores: the smaller entry first. With few heads that decides often, since an entry that all heads
+    find negative scores 0; `torch.topk`, which the source calls, promises no order there. Scores are float32, any
+    common positive factor of them may be left out, and they must be finite. Padding picks none.
 
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit.

@@ -58,7 +58,7 @@ class Family:
 FAMILIES = (
     Family("llama"),
     Family("llama_linear", variant=True),
-    Family("llama_dynamic", variant=True),
+    Family("llama_dynamic", variant=True, max_model_len=192),  # the longest that the scaling makes
     Family("llama_yarn", variant=True),
     Family("streaming_llm", streaming=StreamingWindow(size=16, num_sink_tokens=4)),
     Family("qwen2", variant=True),

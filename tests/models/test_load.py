@@ -366,3 +366,106 @@ def test_a_config_may_give_the_length_of_pretraining(tmp_path: Path, name: str, 
 def test_a_table_of_positions_stays_whole_for_a_shorter_run() -> None:
     config = load_model(model_folder("whisper"), "float32", max_model_len=100).config
     assert config == replace(ModelConfig.from_folder(model_folder("whisper")), dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_no_number_is_named(qwen3: Path, bad: float, dtype: str) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = load_file(qwen3 / "model.safetensors")[name].copy()
+    tensor[3, 5] = tensor[40, 0] = bad
+    change_tensors(qwen3, {name: tensor})
+    with pytest.raises(CheckpointError, match=rf"expected finite numbers in {name}, got 2 of 6144 .* in {dtype}"):
+        load_model(qwen3, dtype)
+    kernel = load_model(qwen3, dtype, check_finite=False).module.layers[1].mlp.up_proj.kernel[...]
+    np.testing.assert_array_equal(np.argwhere(~np.isfinite(kernel)), [[0, 40], [5, 3]])
+
+
+def test_a_weight_that_overflows_in_the_dtype_that_is_asked_for_is_named(qwen3: Path) -> None:
+    name = "model.norm.weight"
+    change_tensors(qwen3, {name: load_file(qwen3 / "model.safetensors")[name] * 0 + 1e5})
+    assert np.isfinite(load_model(qwen3, "bfloat16").module.norm.scale[...]).all()
+    with pytest.raises(CheckpointError, match=rf"expected finite numbers in {name}, got 64 of 64 .* in float16"):
+        load_model(qwen3, "float16")
+
+
+def copy_with_config(name: str, folder: Path, **changes: Any) -> None:
+    """A golden model's folder, its config.json changed."""
+    shutil.copytree(model_folder(name), folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "embeddings"),
+    [
+        ("llama", "lm_head.weight", "model.embed_tokens.weight"),
+        ("mixtral", "lm_head.weight", "model.embed_tokens.weight"),
+        ("jamba", "lm_head.weight", "model.embed_tokens.weight"),
+        ("qwen3_next", "lm_head.weight", "model.embed_tokens.weight"),
+        ("deepseek_v4", "head.weight", "embed.weight"),
+        ("whisper", "proj_out.weight", "model.decoder.embed_tokens.weight"),
+    ],
+)
+def test_a_tied_head_is_the_embeddings_or_refused(tmp_path: Path, name: str, head: str, embeddings: str) -> None:
+    """transformers uses a head of other values in spite of the config, and warns."""
+    copy_with_config(name, tmp_path, tie_word_embeddings=True)
+    tensors = load_file(model_folder(name) / "model.safetensors")
+    for factor in (None, 1.0):
+        change_tensors(tmp_path, {head: None if factor is None else tensors[embeddings] * factor})
+        assert not hasattr(load_model(tmp_path).module, "lm_head")
+    change_tensors(tmp_path, {head: tensors[embeddings] * 2})
+    with pytest.raises(CheckpointError, match=rf"{head}: expected the embeddings, .* got other values: change the"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear"])
+def test_a_head_that_transformers_never_ties_is_used_whatever_the_config_says(tmp_path: Path, name: str) -> None:
+    copy_with_config(name, tmp_path, tie_word_embeddings=True)
+    untied = load_model(model_folder(name)).module.lm_head.kernel[...]
+    chex.assert_trees_all_equal(load_model(tmp_path).module.lm_head.kernel[...], untied)
+    change_tensors(tmp_path, {"lm_head.weight": None})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected shape \(256, 32\), got no such tensor"):
+        load_model(tmp_path)
+
+
+def test_an_engine_rotates_for_its_own_length_whatever_the_model_was_loaded_for() -> None:
+    """Long rope: short factors where no request is longer than pretraining's text."""
+    model = load_model(model_folder("phi3_longrope"), "float32")
+    limits = {"num_blocks": 40, "block_size": 4, "max_num_batched_tokens": 64, "max_buckets": 1}
+    prompt, params = goldens_of("phi3_longrope")[0].prompt[:20], SamplingParams(max_tokens=1, temperature=0.0)
+
+    def logprob(model: Any, max_model_len: int) -> float:
+        engine = LLMEngine(model, EngineConfig(max_model_len=max_model_len, **limits))
+        return engine.generate([prompt], params)[0].logprobs[0]
+
+    short = load_model(model_folder("phi3_longrope"), "float32", max_model_len=32)
+    assert logprob(model, 32) == logprob(short, 32) == logprob(short, 24) != logprob(model, 33)
+    assert model.for_length(32) is model.for_length(24) is not model
+    assert model.for_length(33) is model
+    weights = (one.module.embed_tokens.embedding[...] for one in (model, model.for_length(32)))
+    assert next(weights) is next(weights)
+
+
+@pytest.mark.parametrize("length", [1, 100, 128])
+def test_dynamic_rope_is_plain_within_the_length_of_pretraining(length: int) -> None:
+    """As transformers computes it, which stretches beyond `max_position_embeddings` only."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    config: Any = ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": 128,
+            "rope_parameters": rope,
+        }
+    )
+    assert config.max_model_len == 512
+    exponents = np.arange(0, 16, 2) / 16
+    np.testing.assert_allclose(inverse_frequencies(config.rope, 16, length), 10_000.0**-exponents, rtol=1e-6)
+    for longer in (129, 300, 512):
+        theta = 10_000.0 * (4.0 * longer / 128 - 3.0) ** (16 / 14)
+        np.testing.assert_allclose(inverse_frequencies(config.rope, 16, longer), theta**-exponents, rtol=1e-6)

@@ -17,6 +17,7 @@ from kvjax.device.model.model_weights import ModelWeights, weights_digest
 from kvjax.engine.step.config import EngineConfig
 from kvjax.models import LoadedModel
 from kvjax.models.identity import model_identity, module_identity
+from kvjax.models.layers.language_model import LanguageModel
 from kvjax.tiers.connector import WeightsInUse
 
 
@@ -58,6 +59,8 @@ class EngineWeights:
         Raises:
             ValueError: the version is that of other weights, or the model differs by more than weights.
         """
+        if isinstance(model, LanguageModel):
+            model = model.for_length(self._loaded.config.max_model_len)
         if model is not None and module_identity(model) != module_identity(self._loaded.module):
             raise ValueError(
                 "expected a model that differs from the engine's by its weights alone, got one of another "

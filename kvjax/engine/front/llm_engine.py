@@ -114,6 +114,8 @@ class LLMEngine(EngineLifeCycle):
                 f"expected max_model_len of at most {model.config.max_model_len} (the model's), "
                 f"got {config.max_model_len}"
             )
+        model = model.for_length(config.max_model_len)
+        draft_model = None if draft_model is None else draft_model.for_length(config.max_model_len)
         check_speculation(model.config, config.speculative, None if draft_model is None else draft_model.config)
         self.model = model
         self.config = config

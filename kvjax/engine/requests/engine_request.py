@@ -10,7 +10,8 @@ States:
     finished   ended by its length, a stop token or an abort; owns nothing
 
 A matcher and a tokenizer are code of the request's own. What they raise is noted in `error`, ends the request with its
-next token, and is the fault of no step: other requests, and what is cached, stay as they are.
+next token, and is the fault of no step: other requests, and what is cached, stay as they are. So it is where the
+model's logits of a request are NaN or infinite.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvjax.engine.requests.request_inputs import NO_INPUTS, RequestInputs
 from kvjax.engine.requests.sampling_params import SamplingParams
 from kvjax.engine.requests.stats import RequestStats
 from kvjax.engine.requests.token_matcher import TokenMatcher
+from kvjax.errors import NonFiniteLogitsError
 
 
 class RequestStatus(enum.Enum):
@@ -115,6 +117,14 @@ class EngineRequest:
         if is_stop or (self.text is not None and self.text.is_stopped):
             return FinishReason.STOP
         return FinishReason.LENGTH if is_last else None
+
+    def refuse_logits(self) -> None:
+        """Notes that the scores of its newest token were no numbers, which ends it."""
+        self.error = self.error or NonFiniteLogitsError(
+            f"expected finite logits of request {self.request_id!r} at token {self.request.num_tokens - 1}, got NaN or "
+            "infinity: load_model names a weight that is not finite; if all are, try dtype='float32', or find the "
+            "operation with jax_debug_nans"
+        )
 
     def show_again(self) -> None:
         """Text, matcher and the best tokens follow the output tokens there are, whatever they followed before."""

@@ -21,7 +21,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"  # max_tokens reached
     STOP = "stop"  # a stop token, the end of the sequence, or a stop string
     ABORT = "abort"
-    ERROR = "error"  # its own matcher or tokenizer raised
+    ERROR = "error"  # its own matcher or tokenizer raised, or its logits were NaN or infinite
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class GenerationResult:
     text: str | None = None  # what the decoding of prompt and output has behind the prompt's; None: no tokenizer
     top_logprobs: TopLogprobs | None = None  # of each output token; None: not asked for (`SamplingParams.logprobs`)
     prompt_logprobs: PromptLogprobs | None = None  # None: not asked for; NaN: of tokens that were not computed
-    error: Exception | None = None  # what its own matcher or tokenizer raised, which ended it
+    error: Exception | None = None  # what ended it: its own matcher or tokenizer raised, or its logits were no numbers
 
     def checked(self) -> GenerationResult:
         """The result.

@@ -157,6 +157,11 @@ class TokenDelivery:
                 first[place] = not waiting.request.num_output_tokens
                 waiting.request.append_output_token_ids(token_ids.item(place))
                 waiting.logprobs.append(logprobs.item(place))
+        not_finite = np.isnan(logprobs)
+        if not_finite.any():
+            may_end |= not_finite
+            for request in requests[not_finite]:
+                request.refuse_logits()
         looked_at: list[int] = may_end.nonzero()[0].tolist()
         return first.nonzero()[0], looked_at, self._end(requests, token_ids, looked_at, is_verified)
 

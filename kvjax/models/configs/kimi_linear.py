@@ -23,7 +23,10 @@ from kvjax.models.configs.latent_attention import LatentAttentionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KimiLinearConfig(DeepseekConfig):
-    """DeepSeek V3's experts and attention, the latter without rotation and in a few layers only."""
+    """DeepSeek V3's experts and attention, the latter without rotation and in a few layers only.
+
+    The output head has weights of its own, whatever `tie_word_embeddings` says: transformers ties none here.
+    """
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "bos_token_id": 163_584,
@@ -70,7 +73,7 @@ class KimiLinearConfig(DeepseekConfig):
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
-        sizes = take_sizes(keys)
+        sizes = take_sizes(keys) | {"tie_word_embeddings": False}
         keys.take_choice("hidden_act", ("silu",), "silu")  # what follows the convolutions
         keys.take_choice("moe_router_activation_func", ("sigmoid",), "sigmoid")
         for key, wanted in (("mla_use_nope", True), ("moe_layer_freq", 1)):

@@ -32,7 +32,10 @@ _LAYER_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(AttentionDecoderConfig):
-    """`hybrid_override_pattern` has a letter for each layer, `layers_block_type` of newer files a name."""
+    """`hybrid_override_pattern` has a letter for each layer, `layers_block_type` of newer files a name.
+
+    The output head has weights of its own, whatever `tie_word_embeddings` says: transformers ties none here.
+    """
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 131_072,
@@ -101,7 +104,7 @@ class NemotronHConfig(AttentionDecoderConfig):
         keys.refuse("sliding_window", "attention layers see all")
         mamba = take_mamba2(keys)
         return cls(
-            **fields | {"rms_norm_eps": keys.take_float("layer_norm_epsilon", 1e-5)},
+            **fields | {"rms_norm_eps": keys.take_float("layer_norm_epsilon", 1e-5), "tie_word_embeddings": False},
             mlp_bias=keys.take_flag("mlp_bias", False),
             layer_types=tuple(_LAYER_TYPES[name] for name in names),
             rope=None,

@@ -53,7 +53,13 @@ class RopeConfig:
         return max(max_position_embeddings, int(self.factor * self.original_max_len))
 
     def for_length(self, max_len: int) -> RopeConfig:
-        """As it is for sequences of up to `max_len` tokens: what the length chooses, and nothing else of it."""
+        """As it is for sequences of up to `max_len` tokens: what the length chooses, and nothing else of it.
+
+        The `factor` of a "dynamic" one is then what its base is stretched by, 1 within the length of pretraining.
+        """
+        if self.rope_type == "dynamic":
+            stretch = self.factor * max(max_len, self.original_max_len) / self.original_max_len - (self.factor - 1)
+            return replace(self, factor=stretch, original_max_len=0)
         if self.rope_type != "longrope":
             return self
         chosen = self.long_factor if max_len > self.original_max_len else self.short_factor

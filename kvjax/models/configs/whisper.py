@@ -55,6 +55,7 @@ class WhisperConfig(ModelConfig):
             "mask_time_prob",
             "median_filter_width",
             "num_hidden_layers",
+            "scale_embedding",  # transformers computes the factor and applies it nowhere
             "use_weighted_layer_sum",
         ]
     )
@@ -68,7 +69,6 @@ class WhisperConfig(ModelConfig):
     num_mel_bins: int
     max_num_encoder_tokens: int
     hidden_act: str
-    embed_scale: float
     tie_word_embeddings: bool
 
     def __post_init__(self) -> None:
@@ -82,7 +82,6 @@ class WhisperConfig(ModelConfig):
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
         architecture = keys.take("architectures")[0]
-        size = keys.take_int("d_model")
         return cls(
             architecture=architecture,
             num_layers=keys.take_int("decoder_layers"),
@@ -91,7 +90,7 @@ class WhisperConfig(ModelConfig):
             dtype=keys.take_dtype(),
             bos_token_id=keys.take_nullable("bos_token_id"),
             eos_token_ids=keys.take_eos(),
-            hidden_size=size,
+            hidden_size=keys.take_int("d_model"),
             num_encoder_layers=keys.take_int("encoder_layers"),
             num_encoder_heads=keys.take_int("encoder_attention_heads"),
             num_decoder_heads=keys.take_int("decoder_attention_heads"),
@@ -100,7 +99,6 @@ class WhisperConfig(ModelConfig):
             num_mel_bins=keys.take_int("num_mel_bins", 80),
             max_num_encoder_tokens=keys.take_int("max_source_positions"),
             hidden_act=keys.take_choice("activation_function", ACTIVATIONS, "gelu"),
-            embed_scale=size**0.5 if keys.take_flag("scale_embedding", False) else 1.0,
             tie_word_embeddings=keys.take_flag("tie_word_embeddings", True),
         )
 

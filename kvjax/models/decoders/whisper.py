@@ -172,7 +172,6 @@ class WhisperDecoder(LanguageModel):
         """Normed hidden states [T, d] of the last layer; padding tokens give values that mean nothing."""
         stack = self.decoder
         hidden = jnp.take(stack.embed_tokens.embedding[...], token_ids, axis=0, mode="clip")
-        hidden = hidden * jnp.asarray(self.config.embed_scale, hidden.dtype)
         hidden = hidden + jnp.take(stack.embed_positions.embedding[...], positions, axis=0, mode="clip")
         for layer in stack.layers:
             mark_layer(cache)

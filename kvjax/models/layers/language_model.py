@@ -8,10 +8,12 @@ from __future__ import annotations
 import abc
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 from flax import nnx
+
+from kvjax.models.config import ModelConfig
 
 
 class LanguageModel(nnx.Module):
@@ -22,6 +24,7 @@ class LanguageModel(nnx.Module):
     anchor: ClassVar[str] = "embed_tokens.weight"
     # Attributes whose tensors stand beside the rest: "language_model.lm_head.", "language_model.model.layers.".
     unprefixed: ClassVar[frozenset[str]] = frozenset({"lm_head"})
+    tensor_names: ClassVar[Mapping[str, str]] = {}  # of attributes whose tensors have other names
     # Checkpoints that differ from the above: patterns in names of tensors, with what stands there here.
     tensor_renames: ClassVar[Mapping[str, str]] = {}
     # Beginnings of the names of tensors that the model has no use for.
@@ -35,6 +38,19 @@ class LanguageModel(nnx.Module):
     )
 
     config: Any
+
+    def for_length(self, max_model_len: int) -> Self:
+        """The model as it is for sequences of at most `max_model_len` tokens, which scaled rotary embeddings go by.
+
+        Itself where nothing changes, else another over the same arrays.
+        """
+        config: ModelConfig = self.config
+        shorter = config.for_length(min(max_model_len, config.max_model_len))
+        if shorter.rotation == config.rotation:
+            return self
+        model = nnx.merge(*nnx.split(self))
+        model.config = shorter
+        return model
 
     @classmethod
     def own_name(cls, name: str) -> str:

@@ -36,7 +36,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> np.nda
         case "linear":
             frequencies = frequencies / rope.factor
         case "dynamic":
-            frequencies = _dynamic_theta(rope, dim) ** -exponents
+            frequencies = _dynamic_theta(rope.for_length(max_len), dim) ** -exponents
         case "llama3":
             frequencies = _llama3_frequencies(rope, frequencies)
         case "yarn":
@@ -63,9 +63,8 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def _dynamic_theta(rope: RopeConfig, dim: int) -> float:
-    """The base of the longest sequence, which is `factor` times as long as those of pretraining."""
-    stretch = rope.factor * rope.factor - (rope.factor - 1)
-    return rope.theta * float(stretch) ** (dim / (dim - 2))
+    """The base of the longest sequence."""
+    return rope.theta * rope.factor ** (dim / (dim - 2))
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from kvjax.engine import AsyncLLMEngine, FinishReason, LLMEngine, SamplingParams
-from kvjax.errors import StepFailedError
+from kvjax.errors import NonFiniteLogitsError, StepFailedError
 from tests.engine.engines import (
     FEW_BLOCKS,
     assert_no_leak,
@@ -161,4 +162,32 @@ def test_a_matcher_that_cannot_be_made_again_ends_its_request_after_a_broken_ste
         results |= {one.request_id: one for one in engine.step().results.values()}
     assert [results[name].output_token_ids.tolist() for name in names] == expected()
     assert isinstance(results[bad].error, ZeroDivisionError)
+    assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_end_their_request_and_nothing_else(bad: float, async_scheduling: bool) -> None:
+    """A row of the embeddings is no number, so a prompt that has its token gives no logits that are."""
+    model = loaded(NAME)
+    graph, state = nnx.split(model.module)
+    prompts = golden_prompts(NAME)[:3]
+    missing = next(token for token in range(256) if all(token not in prompt for prompt in prompts))
+    module = nnx.merge(graph, state)
+    rows = module.embed_tokens.embedding
+    rows[...] = rows[...].at[missing].set(bad)
+    engine = LLMEngine(
+        dataclasses.replace(model, module=module), base_config(NAME, async_scheduling=async_scheduling, num_blocks=600)
+    )
+    names = [engine.add_request(prompt, PLAIN) for prompt in prompts]
+    lost = engine.add_request([*prompts[0][:9], missing], PLAIN)
+    results = {}
+    while engine.has_work:
+        results |= {one.request_id: one for one in engine.step().results.values()}
+    assert results[lost].finish_reason is FinishReason.ERROR
+    assert results[lost].output_token_ids.size == 1
+    with pytest.raises(NonFiniteLogitsError, match=f"finite logits of request '{lost}' at token 10, got NaN"):
+        results[lost].checked()
+    assert [results[name].finish_reason for name in names] == [FinishReason.LENGTH] * 3
+    assert [results[name].output_token_ids.tolist() for name in names] == expected()
     assert_no_leak(engine)
