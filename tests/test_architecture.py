@@ -50,7 +50,7 @@ ALLOWED = {
     "kvjax.adapters": (*HOST, "kvjax.adapters"),  # stacks are imported by name, on use
     "kvjax.adapters.tpu_inference": (*HOST, "jax", "kvjax.adapters"),
     "kvjax.demo": ("kvjax.demo",),
-    "kvjax.tiers": (*HOST, "xxhash", "kvjax.tiers"),
+    "kvjax.tiers": (*HOST, "xxhash", "kvjax.extras", "kvjax.tiers"),
     "kvjax.tiers.tiers": (*HOST, "kvjax.device", "kvjax.tiers"),
     "kvjax.tiers.worker.tier_worker": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),
     "kvjax.tiers.processes.homes": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),

@@ -1,6 +1,6 @@
-"""Cached blocks beyond the pools: in host memory and on disk.
+"""Cached blocks beyond the pools: in host memory, on disk, and on a store that replicas share.
 
-Flow:    KVCacheManager and engine -> [connector] -> host, disk -> pages
+Flow:    KVCacheManager and engine -> [connector] -> host, disk, shared store -> pages
 
 See docs/tiers.md. `kvjax.tiers.worker.tier_worker` loads jax, the rest does not.
 """
@@ -16,6 +16,7 @@ from kvjax.tiers.connector import (
     WeightsInUse,
     WorkerConnector,
 )
+from kvjax.tiers.shared.config import SharedTierConfig
 from kvjax.tiers.stats import TierStats
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "LoadResults",
     "RankConnector",
     "SchedulerConnector",
+    "SharedTierConfig",
     "StepConnector",
     "TierConfig",
     "TierStats",

@@ -110,7 +110,7 @@ class WorkerConnector(Protocol):
         """What has happened since the last call: a `ConnectorOutput`, where there is one worker."""
 
     def wait(self) -> None:
-        """Waits until there is something to report, or nothing to wait for."""
+        """Waits until there is something to report or to ask for anew, or nothing to wait for."""
 
 
 class RankConnector(Protocol):

@@ -1,6 +1,6 @@
 """What the tiers of one engine have done.
 
-Flow:    TierScheduler, TierWorker, DiskStore -> [TierStats] -> LLMEngine.tier_stats
+Flow:    TierScheduler, TierWorker, DiskStore, SharedStore -> [TierStats] -> LLMEngine.tier_stats
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class TierStats:
-    """Counts since the start. Written by one thread, but for those of the disk, which its threads write."""
+    """Counts since the start. Written by one thread, but for those of disk and shared tier, by their threads."""
 
     num_stored: int = 0  # units that came to the host
     num_store_failures: int = 0
@@ -24,6 +24,13 @@ class TierStats:
     num_disk_errors: int = 0  # units on disk that could not be read, or were not what was written
     num_disk_outages: int = 0  # times that the disk ceased to keep units
     disk_problem: str = ""  # why it does not keep them now; empty: it does
+    num_shared_lookups: int = 0  # calls that asked the shared tier for units
+    num_shared_loads: int = 0  # units loaded from the shared tier, as planned
+    num_shared_reads: int = 0  # units that came from there, and were what was written
+    num_shared_writes: int = 0
+    num_shared_skips: int = 0  # units that a full queue, or a store that does not work, kept from it
+    num_shared_errors: int = 0  # units there that were not what was written
+    num_shared_failures: int = 0  # calls that failed or were late
 
 
 __all__ = ["TierStats"]

@@ -1,4 +1,4 @@
-"""The tiers of one engine: a host store, a disk store where there is one, and both sides of their connector.
+"""The tiers of one engine: a host store, a disk store and a shared one where there are, and both sides of a connector.
 
 Flow:    TierConfig, TierShare -> [Tiers] -> KVCacheManager(tier=), Scheduler, EngineCore
 """
@@ -18,6 +18,8 @@ from kvjax.tiers.connector import RankConnector, WeightsInUse
 from kvjax.tiers.scheduler.rank_schedulers import RankTierSchedulers
 from kvjax.tiers.scheduler.tier_scheduler import DiskIndex, TierScheduler
 from kvjax.tiers.scheduler.transit import UnitsInTransit
+from kvjax.tiers.shared.config import SharedTierConfig
+from kvjax.tiers.shared.shared_store import SharedStore
 from kvjax.tiers.stats import TierStats
 from kvjax.tiers.stores.disk_store import DiskStore
 from kvjax.tiers.stores.host_store import HostStore
@@ -51,6 +53,7 @@ class TierShare:
     pace: Pace
     load_timeout_s: float
     stats: TierStats
+    shared: SharedStore | None = None
 
     @classmethod
     def whole(
@@ -66,12 +69,14 @@ class TierShare:
         """The share of one process that has all pages of all ranks; `model` as of `identity_of`.
 
         Raises:
-            ValueError: as `DiskStore`. Nothing is allocated.
+            ValueError: as `DiskStore` and `open_shared`. Nothing is allocated.
         """
-        stats, disk = TierStats(), None
+        stats, disk, shared = TierStats(), None, None
+        identity = identity_of(kv_cache_config, hasher, model or {"weights": config.weights or ""}, num_context)
         if config.disk_folder is not None and config.disk_bytes is not None:
-            identity = identity_of(kv_cache_config, hasher, model or {"weights": config.weights or ""}, num_context)
             disk = DiskStore(config.disk_folder, config.disk_bytes, identity, stats)
+        if config.shared is not None:
+            shared = open_shared(config.shared, hasher, identity, stats)
         sizes = UnitSizes.of(kv_cache_config)
         return cls(
             ranks=tuple(range(num_ranks)),
@@ -83,6 +88,7 @@ class TierShare:
             pace=OwnPace(),
             load_timeout_s=config.load_timeout_s,
             stats=stats,
+            shared=shared,
         )
 
 
@@ -97,9 +103,9 @@ class Tiers:
         memory_kind: str | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Empty host memory, and the disk as it is."""
+        """Empty host memory, and disk and shared store as they are."""
         self.ranks = share.ranks
-        self.stats, self.disk, sizes = share.stats, share.disk, share.sizes
+        self.stats, self.disk, self.shared, sizes = share.stats, share.disk, share.shared, share.sizes
         self.host = HostStore(share.host_bytes, sizes, config.eviction_policy)
         transit = UnitsInTransit()
         self._by_rank = {
@@ -112,6 +118,7 @@ class Tiers:
                 stats=self.stats,
                 rank=rank,
                 transit=transit,
+                shared=self.shared,
                 **({} if clock is None else {"clock": clock}),
             )
             for rank in share.ranks
@@ -128,6 +135,7 @@ class Tiers:
             stats=self.stats,
             parts=share.parts,
             pace=share.pace,
+            shared=self.shared,
         )
 
     @classmethod
@@ -174,11 +182,15 @@ class Tiers:
         """
         if weights.version is None:
             self.reset()
-        elif self.disk is not None:
+            return
+        if self.disk is not None:
             self.disk.name_weights(repr(weights.version), weights.digest())
+        if self.shared is not None:
+            self.flush()  # what is on its way is of the weights before
+            self.shared.use_weights(weights.digest())
 
     def flush(self) -> None:
-        """Waits until all that is on its way to host and disk is there."""
+        """Waits until all that is on its way to host, disk and shared store is there, or has failed."""
         self.scheduler.end_stores(self.worker.flush())
 
     def reset(self, *, forget: bool = True) -> None:
@@ -190,12 +202,31 @@ class Tiers:
     def close(self) -> None:
         """Ends the threads, after what they are at."""
         self.worker.close()
+        if self.shared is not None:
+            self.shared.close()
+
+
+def open_shared(
+    config: SharedTierConfig, hasher: BlockHasher, identity: Mapping[str, str], stats: TierStats
+) -> SharedStore:
+    """The shared store of one engine.
+
+    Raises:
+        ValueError: hashes differ from process to process, or can be turned back where units are encrypted; or as
+            `open_backend`.
+        MissingExtraError: as `open_backend`.
+    """
+    if not hasher.has_seed:
+        raise ValueError("expected a seed of block hashes, which replicas share, got none; set PYTHONHASHSEED")
+    if config.secret_bytes and not hasher.algorithm.startswith("sha256"):
+        raise ValueError(f"expected block hashes of sha256 with a secret, got {hasher.algorithm}")
+    return SharedStore(config, identity, stats)
 
 
 def identity_of(
     kv_cache_config: KVCacheConfig, hasher: BlockHasher, model: Mapping[str, str], num_context: int = 1
 ) -> dict[str, str]:
-    """What units on disk are of: those of others are of no use, whatever their hashes.
+    """What units on disk and beyond are of: those of others are of no use, whatever their hashes.
 
     `model` says what beside tokens and pages decides K and V, and has a name or a hash of the "weights".
     How devices split the heads is no part of it: a unit has them all, in one order, but for parts of several processes.
@@ -214,4 +245,4 @@ def identity_of(
     }
 
 
-__all__ = ["TierShare", "Tiers", "identity_of"]
+__all__ = ["TierShare", "Tiers", "identity_of", "open_shared"]

@@ -59,7 +59,7 @@ def test_speeds_of_a_replay() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "expected host_bytes > 0 or a disk_folder, got neither"),
+        ({}, "expected host_bytes > 0, a disk_folder or a shared tier, got none"),
         ({"host_bytes": -1}, "expected host_bytes >= 0, got -1"),
         ({"host_bytes": 1, "num_threads": 0}, "expected num_threads > 0, got 0"),
         ({"host_bytes": 1, "eviction_policy": "fifo"}, r"expected eviction_policy of probation, .*, cost, got 'fifo'"),

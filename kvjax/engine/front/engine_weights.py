@@ -42,9 +42,9 @@ class EngineWeights:
         return {"code": f"kvjax {kvjax.__version__}", **identity}
 
     def identity(self) -> dict[str, str]:
-        """What units on disk depend on beside tokens and pages; nothing where there is no disk."""
+        """What units on disk and beyond depend on beside tokens and pages; nothing where there are none."""
         tiers = self._config.tiers
-        if tiers is None or tiers.disk_folder is None:
+        if tiers is None or not tiers.outlives_engine:
             return {}
         options = dict(self._config.compiler_options or {})
         return {

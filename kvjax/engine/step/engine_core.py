@@ -174,7 +174,7 @@ class EngineCore:
         num_in_flight = runner.num_in_flight
         if num_in_flight and (step is None or num_in_flight >= self._max_steps_in_flight):
             return loop.end_step(*runner.read())
-        if connector is not None and step is None and loop.scheduler.num_loading:
+        if connector is not None and step is None and loop.scheduler.num_unfinished:
             connector.worker.wait()
         return NO_OUTPUTS
 

@@ -65,8 +65,13 @@ class ProcessTiers:
         """Empty host memory; of the disks what all of them have.
 
         Raises:
+            NotImplementedError: there is a shared tier, whose answers come to each process in their own time.
             ValueError: as `Tiers.of_process`, or the folder has parts of another mesh. Nothing is allocated.
         """
+        if config.shared is not None:
+            raise NotImplementedError(
+                "a shared tier does not work on a mesh of several processes; use host memory and a disk, or one process"
+            )
         self.stats = TierStats()
         homes = homes_of(kv_cache_config, placement)
         counts = Counter(process for home in homes for process in home.processes)

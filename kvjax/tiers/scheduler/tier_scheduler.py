@@ -5,7 +5,7 @@ Flow:    KVCacheManager -> [TierScheduler: before_reuse, holds] ; Scheduler -> [
 A unit on its way down:
 
     pool --evicted (write-back) or registered (write-through)--> queued --build_connector_meta--> in transit
-         --the worker has its bytes--> host (and disk) --evicted there--> disk
+         --the worker has its bytes--> host (and disk, and shared store) --evicted there--> disk, shared store
 
 A load, from the moment a request has blocks for it:
 
@@ -61,6 +61,16 @@ class DiskIndex(Protocol):
         """Whether the disk may have the unit; no disk is touched."""
 
 
+class SharedIndex(Protocol):
+    """What of a shared store the scheduler asks for. It waits for nothing."""
+
+    def may_have(self, keys: Sequence[UnitKey]) -> list[bool]:
+        """Which units may be there; the store is asked for those that nothing is known of."""
+
+    def is_asked(self, keys: Sequence[UnitKey]) -> bool:
+        """Whether the store has been asked for one of them, and may answer in time."""
+
+
 @dataclass
 class _Load:
     """One request's load."""
@@ -91,10 +101,12 @@ class TierScheduler:
         clock: Callable[[], float] = time.monotonic,
         rank: int = 0,  # data rank whose manager it knows
         transit: UnitsInTransit | None = None,  # that of all ranks with this host; None: there is one rank
+        shared: SharedIndex | None = None,
     ) -> None:
         self.stats = TierStats() if stats is None else stats
         self._host = host
         self._disk = disk
+        self._shared = shared
         self._pool_of_group = tuple(pool_of_group)
         self._write_through = write_through
         self._timeout_s = load_timeout_s
@@ -148,7 +160,7 @@ class TierScheduler:
                     del self._to_store[key]  # the step that would have computed it was taken back
 
     def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # bool[n]
-        """`CacheTier.holds`: on the host, on disk, or on the way there."""
+        """`CacheTier.holds`: on the host, on disk, on the way there, or, as far as is known, in the shared store."""
         found = self._host.find(block_hashes, group_id) >= 0
         disk = self._disk
         in_transit = self._transit.keys
@@ -156,6 +168,9 @@ class TierScheduler:
             for place in np.flatnonzero(~found).tolist():
                 key = UnitKey(group_id, block_hashes[place])
                 found[place] = key in self._evicted or key in in_transit or (disk is not None and disk.has(key))
+        if self._shared is not None and not found.all():
+            places = np.flatnonzero(~found)
+            found[places] = self._shared.may_have([UnitKey(group_id, block_hashes[i]) for i in places.tolist()])
         return found
 
     # -- SchedulerConnector -----------------------------------------------------------------------------------------
@@ -168,7 +183,7 @@ class TierScheduler:
     def get_num_new_matched_tokens(
         self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """What the lookup says that the tiers hold; None while one of its blocks is being computed."""
+        """What the lookup says that the tiers hold; None while one of its blocks is being computed, or asked for."""
         self._host.clock += 1
         for pool_id in range(1 + max(self._pool_of_group)):
             self._link_of(pool_id).clock = self._host.clock
@@ -178,6 +193,10 @@ class TierScheduler:
         for group_id, part in enumerate(elsewhere.blocks):
             for block_hash, block_id in zip(part.block_hashes, part.block_ids.tolist(), strict=True):
                 if block_id >= 0 and self._registered.get(UnitKey(group_id, block_hash)) == block_id:
+                    return None, False
+            if self._shared is not None:
+                hashes = [hash_ for hash_, place in zip(part.block_hashes, part.block_ids, strict=True) if place < 0]
+                if self._shared.is_asked([UnitKey(group_id, block_hash) for block_hash in hashes]):
                     return None, False
         return elsewhere.num_tokens, True
 
@@ -315,11 +334,16 @@ class TierScheduler:
             new = [key for key, slot in zip(keys, slots.tolist(), strict=True) if slot < 0]
             if not flag and len(new) < len(keys):
                 self._host.use(group_id, slots[slots >= 0])
-            if new and (self._disk is not None or self._host.takes(group_id, on_probation=flag)):
+            if new and (self._goes_on or self._host.takes(group_id, on_probation=flag)):
                 hashes, ids = tuple([key.block_hash for key in new]), np.array([wanted[key] for key in new], np.int32)
                 stores.append(StoreUnits(group_id, hashes, ids, self._rank, flag))
                 self._transit.keys.update((key, worths[key]) for key in new)
         return tuple(stores)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether units go further than the host."""
+        return self._disk is not None or self._shared is not None
 
     def _worth_of(self, key: UnitKey, block_id: int) -> UnitWorth:
         link = self._link_of(self._pool_of_group[key.group_id])
@@ -399,7 +423,12 @@ class TierScheduler:
         self._ready.append(LoadUnits(load_id, group_id, tuple(block_hashes), slots, destinations, self._rank))
         load.num_issued += slots.size
         self.stats.num_host_loads += on_host.size
-        self.stats.num_disk_loads += slots.size - on_host.size
+        others = [UnitKey(group_id, block_hashes[i]) for i in np.flatnonzero(slots < 0).tolist()]
+        num_shared = 0
+        if self._shared is not None:
+            num_shared = sum(self._disk is None or not self._disk.has(key) for key in others)
+        self.stats.num_disk_loads += len(others) - num_shared
+        self.stats.num_shared_loads += num_shared
 
     def issue_waiting(self, keys: Sequence[UnitKey]) -> None:
         """Units have left transit: loads of this rank that wait for them go on, from where they are now.
@@ -439,4 +468,4 @@ class TierScheduler:
         self._cancelled.append(load_id)
 
 
-__all__ = ["DiskIndex", "TierScheduler"]
+__all__ = ["DiskIndex", "SharedIndex", "TierScheduler"]

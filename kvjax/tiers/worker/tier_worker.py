@@ -1,11 +1,11 @@
 """The worker's side of the tiers: pages out of the device's arrays and into them, beside the steps.
 
-Flow:    TierMeta + KVPages -> [TierWorker.start_load_kv] -> KVPages; bytes <-> HostStore, DiskStore, by threads
+Flow:    TierMeta + KVPages -> [TierWorker.start_load_kv] -> KVPages; bytes <-> HostStore, DiskStore and SharedStore
 
 Down: pages are gathered before the next step writes them, and travel to the host while it runs; a thread writes them
-into slots, and to disk. Up: a thread brings units together and puts them on the device; once they are there, they are
-scattered into their pages before the next step. Nothing here waits, but for what is in flight to fall below
-`max_bytes_in_flight`, and in `wait`.
+into slots, to disk and to the shared store. Up: a thread brings units together and puts them on the device; once they
+are there, they are scattered into their pages before the next step. Nothing waits, but for what is in flight to fall
+below `max_bytes_in_flight`, and in `wait`.
 
 Where the platform has host memory that the device copies to by itself ("pinned_host"), gathered pages go there.
 
@@ -35,6 +35,7 @@ from kvjax.device.pages.page_parts import PageParts, WholePages
 from kvjax.device.pages.rank_pages import gather_for_ranks, scatter_rank_pages
 from kvjax.errors import TierDataError
 from kvjax.tiers.connector import ConnectorOutput
+from kvjax.tiers.shared.shared_store import SharedStore
 from kvjax.tiers.stats import TierStats
 from kvjax.tiers.stores.disk_store import DiskStore
 from kvjax.tiers.stores.host_store import HostStore
@@ -93,10 +94,12 @@ class TierWorker:
         stats: TierStats | None = None,
         parts: PageParts | None = None,  # what of the pages this process keeps; None: all
         pace: Pace | None = None,  # None: that of one process
+        shared: SharedStore | None = None,
     ) -> None:
         self.stats = TierStats() if stats is None else stats
         self._host = host
         self._disk = disk
+        self._shared = shared
         self._sizes = sizes
         default = 1 << 23 if jax.default_backend() == "cpu" else 1 << 28
         self._most_bytes = default if max_bytes_in_flight is None else max_bytes_in_flight
@@ -181,6 +184,8 @@ class TierWorker:
         while not (self._written or self._failed or self._stored):
             futures: set[Future[Any]] = {writing.is_good for writing in self._writing}
             futures |= {staged.values for staged in self._staged}
+            lookups = [] if self._shared is None else self._shared.lookups
+            futures.update(lookups)
             if any(future.done() for future in futures):
                 return
             if self._arriving:
@@ -188,7 +193,8 @@ class TierWorker:
                     return
                 time.sleep(PAUSE_S)
             elif futures:
-                wait_for_futures(futures, LOOK_S, return_when=FIRST_COMPLETED)
+                timeout_s = self._shared.lookup_timeout_s if lookups and self._shared is not None else LOOK_S
+                wait_for_futures(futures, min(timeout_s, LOOK_S), return_when=FIRST_COMPLETED)
                 return
             else:
                 return
@@ -203,11 +209,13 @@ class TierWorker:
             self._waits_for_disk = False
 
     def flush(self) -> list[StoredUnits]:
-        """Brings all pages that were gathered to the host, and to disk what goes there; what `get_finished` says."""
+        """Brings all pages that were gathered to the host, disk and shared store; what `get_finished` says."""
         while self._arriving or self._writing:
             self._end_oldest()
         finished, self._stored = self._stored, []
         wait_for_futures([future for future, _ in list(self._to_disk)])
+        if self._shared is not None:
+            self._shared.flush()
         return finished
 
     def reset(self) -> None:
@@ -286,12 +294,13 @@ class TierWorker:
         rows = _rows(slots[on_host])
         for buffer, page in zip(buffers, pages, strict=False):
             buffer[rows] = page if all_on_host else page[on_host]
+        is_shared = self._shared is not None and self._shared.offer(_keys_of(units), pages)
         if self._disk is None:
-            return on_host
+            return on_host | is_shared
         if all_on_host:
             self._queue_for_disk(units, pages)
             return on_host
-        return on_host | self._write_to_disk(units, pages)
+        return on_host | self._write_to_disk(units, pages) | is_shared
 
     def _queue_for_disk(self, units: StoreUnits, pages: Sequence[np.ndarray]) -> None:
         """Has a thread write units to disk; where too many bytes wait for that, they stay on the host alone."""
@@ -334,9 +343,16 @@ class TierWorker:
             units = load._replace(
                 block_hashes=load.block_hashes[part], slots=load.slots[part], destinations=load.destinations[part]
             )
-            values = self._threads.submit(self._read_units, units, shapes, pages.shardings[pool_id])
+            values = self._readers_of(units).submit(self._read_units, units, shapes, pages.shardings[pool_id])
             number = self._pace.watch(values, _keys_of(units, units.slots < 0))
             self._staged.append(_Staged(number, load.load_id, pool_id, load.rank, units.destinations, values))
+
+    def _readers_of(self, units: LoadUnits) -> ThreadPoolExecutor:
+        """Threads that may wait for the shared store, where a unit lies there; it holds no others up."""
+        if self._shared is None:
+            return self._threads
+        far = [key for key in _keys_of(units, units.slots < 0) if self._disk is None or not self._disk.has(key)]
+        return self._shared.readers if far else self._threads
 
     def _read_units(self, units: LoadUnits, shapes: Any, shardings: Any) -> tuple[Column, ...]:
         """By a thread: units from the host and the disk, on the devices as `scatter_rank_pages` takes them.
@@ -357,20 +373,26 @@ class TierWorker:
             for place in places if i < num_arrays else ():  # one by one: an index of many copies twice
                 staged[i][place] = self._host.buffers[pool_id][i][units.slots.item(place)]
         if num_arrays and not is_on_host.all():
-            self._read_from_disk(units, np.flatnonzero(~is_on_host), staged[:num_arrays])
+            self._read_from_below(units, np.flatnonzero(~is_on_host), staged[:num_arrays])
         return self._parts.put(staged, count, shapes, shardings, units.rank)
 
-    def _read_from_disk(self, units: LoadUnits, places: np.ndarray, staged: Sequence[np.ndarray]) -> None:
+    def _read_from_below(self, units: LoadUnits, places: np.ndarray, staged: Sequence[np.ndarray]) -> None:
+        """From the disk where it has them, and all others from the shared store at once."""
         unit = np.empty(sum(page.shape[1] for page in staged), np.uint8)
+        far = []
         for place in places.tolist():
             key = UnitKey(units.group_id, units.block_hashes[place])
-            if self._disk is None:
-                raise TierDataError(f"unit {key} is on the host no more")
-            self._disk.get(key, unit)
-            start = 0
-            for page in staged:
-                page[place] = unit[start : start + page.shape[1]]
-                start += page.shape[1]
+            if self._disk is not None and (self._shared is None or self._disk.has(key)):
+                self._disk.get(key, unit)
+                _spread(unit, staged, place)
+            else:
+                far.append((place, key))
+        if far and self._shared is None:
+            raise TierDataError(f"unit {far[0][1]} is on the host no more")
+        if far and self._shared is not None:
+            found = self._shared.read([key for _, key in far], unit.nbytes)
+            for (place, _), data in zip(far, found, strict=True):
+                _spread(data, staged, place)
 
     def _scatter(self, pages: KVPages) -> KVPages:
         """Writes what is on the device by now, and forgets what failed or was cancelled."""
@@ -389,6 +411,14 @@ class TierWorker:
             self._written[load_id] = self._written.get(load_id, 0) + staged.destinations.size
         self._staged = left
         return pages
+
+
+def _spread(unit: np.ndarray, staged: Sequence[np.ndarray], place: int) -> None:  # uint8[n], uint8[count, n] each
+    """Writes the parts of a unit into the rows at `place`."""
+    start = 0
+    for page in staged:
+        page[place] = unit[start : start + page.shape[1]]
+        start += page.shape[1]
 
 
 def _keys_of(units: StoreUnits | LoadUnits, chosen: np.ndarray | None = None) -> list[UnitKey]:  # bool[n]
