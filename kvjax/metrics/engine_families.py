@@ -69,6 +69,7 @@ class EngineFamilies:
         self.request_prompt = made(histogram, "request_prompt_tokens", "Prompt tokens of a request.", **tokens)
         self.request_generation = made(histogram, "request_generation_tokens", "Output tokens of a request.", **tokens)
         self.disk_outage = made(gauge, "kv_tier_disk_outage", "1 while the disk tier keeps nothing new.")
+        self.shared_outage = made(gauge, "kv_tier_shared_outage", "1 while the shared tier is left alone.")
 
 
 __all__ = ["EngineFamilies"]

@@ -29,6 +29,7 @@ class MeasuredTiers(Protocol):
     """What is read of `TierStats`."""
 
     disk_problem: str  # empty: the disk keeps units
+    shared_problem: str  # empty: the shared store is in use
 
 
 class MeasuredEngine(Protocol):
@@ -88,6 +89,7 @@ class EngineMetrics:
         self._request_prompt = series(families.request_prompt)
         self._request_generation = series(families.request_generation)
         self._disk_outage = series(families.disk_outage)
+        self._shared_outage = series(families.shared_outage)
 
     def step_ended(self, stats: Any, outputs: Any) -> None:  # StepStats, StepOutputs
         """Counts a step, and the requests that ended in it."""
@@ -104,6 +106,7 @@ class EngineMetrics:
         self._cache.observe(stats.num_preemptions)
         tiers = self._engine.tier_stats
         self._disk_outage.set(tiers is not None and bool(tiers.disk_problem))
+        self._shared_outage.set(tiers is not None and bool(tiers.shared_problem))
 
     def request_aborted(self, result: Any) -> None:  # GenerationResult
         """Counts a request that was aborted."""

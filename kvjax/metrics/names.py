@@ -37,6 +37,7 @@ and of an engine (EngineMetrics):
     request_prompt_tokens             histogram                                   of a request
     request_generation_tokens         histogram                                   of a request
     kv_tier_disk_outage          own  gauge                                       1 while it keeps nothing new
+    kv_tier_shared_outage        own  gauge                                       1 while it is left alone
 
 Prometheus shows counters with `_total` behind the name.
 """
@@ -77,6 +78,7 @@ KEYS = (
     "request_prompt_tokens",
     "request_generation_tokens",
     "kv_tier_disk_outage",
+    "kv_tier_shared_outage",
 )
 
 

@@ -31,6 +31,7 @@ class TierStats:
     num_shared_skips: int = 0  # units that a full queue, or a store that does not work, kept from it
     num_shared_errors: int = 0  # units there that were not what was written
     num_shared_failures: int = 0  # calls that failed or were late
+    shared_problem: str = ""  # why the store is left alone now; empty: it works
 
 
 __all__ = ["TierStats"]

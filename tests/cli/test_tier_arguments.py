@@ -13,6 +13,7 @@ from kvjax.cli.options.replay import add_tier_arguments as add_replay_tiers
 from kvjax.cli.options.replay import tiers_of
 from kvjax.cli.options.tiers import add_tier_arguments, read_tiers
 from kvjax.tiers.config import TierConfig
+from kvjax.tiers.shared.config import SharedTierConfig
 from tests.models.golden_models import model_folder
 
 
@@ -30,6 +31,35 @@ def test_sizes_and_folder_make_a_config(tmp_path: Path) -> None:
     assert (tiers.disk_folder, tiers.disk_bytes, tiers.host_bytes) == (str(tmp_path), 2 << 20, 0)
     with pytest.raises(ValueError, match="expected --disk-cache DIR with --disk-memory"):
         read_tiers(parse("--disk-memory", "2MiB"))
+
+
+def test_a_shared_store_is_said_by_an_address_or_a_file_that_has_it(tmp_path: Path) -> None:
+    address, secret = tmp_path / "address", tmp_path / "secret"
+    address.write_text("redis://:pass@host\n")
+    secret.write_text("correct horse battery staple\n")
+    tiers = read_tiers(parse("--shared-cache", "s3://bucket/a", "--shared-prefix", "team/b"))
+    assert tiers is not None
+    assert tiers.shared == SharedTierConfig(store="s3://bucket/a", prefix="team/b")
+    assert (tiers.host_bytes, tiers.write_through) == (0, True)
+    tiers = read_tiers(parse("--shared-cache", f"@{address}", "--shared-secret", str(secret), "--host-memory", "1MiB"))
+    assert tiers is not None
+    assert tiers.shared == SharedTierConfig(store="redis://:pass@host", secret=b"correct horse battery staple")
+    for words in (("--shared-prefix", "a"), ("--shared-secret", str(secret))):
+        with pytest.raises(ValueError, match="expected --shared-cache URL with --shared-prefix or --shared-secret"):
+            read_tiers(parse(*words))
+
+
+def test_a_run_finds_what_another_put_into_a_shared_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": list(range(1, 40)), "name": "a"}) + "\n")
+    command = ["generate", "--no-plot", "--model", str(model_folder("gemma3")), "--block-size", "8", "-q"]
+    command += ["--prompts", str(prompts), "--max-tokens", "4", "--shared-cache", (tmp_path / "store").as_uri()]
+    cached = []
+    for number in range(2):
+        out = tmp_path / f"{number}.json"
+        assert main([*command, "--json", str(out)]) == 0
+        cached.append(json.loads(out.read_text())["requests"][0]["num_cached_tokens"])
+    assert cached == [0, 32]
 
 
 def test_a_folder_is_refused_where_another_length_turns_keys_otherwise(

@@ -106,18 +106,24 @@ class EngineLifeCycle:
 
         Raises:
             ValueError: requests are unfinished, or prefixes pinned. Nothing is changed.
-            TierDataError: the disk did not take all of it, and the message says why. What it took is there.
+            TierDataError: disk or shared store did not take all of it, and the message says why. What they took is
+                there.
         """
         self._idle_managers("save_cache")
         if self.connector is None or self.is_asleep:
             return
         stats = self.tier_stats
-        num_skips = 0 if stats is None else stats.num_disk_skips
+        num_skips = (0, 0) if stats is None else (stats.num_disk_skips, stats.num_shared_skips)
         with self._core.changing():
             self._core.runner.pages = self.connector.save_all(self._core.runner.pages)
-        if stats is not None and stats.num_disk_skips > num_skips:
+        if stats is not None and stats.num_disk_skips > num_skips[0]:
             reason = stats.disk_problem or "they are larger than disk_bytes"
-            raise TierDataError(f"{stats.num_disk_skips - num_skips} units did not go to disk: {reason}")
+            raise TierDataError(f"{stats.num_disk_skips - num_skips[0]} units did not go to disk: {reason}")
+        if stats is not None and stats.num_shared_skips > num_skips[1]:
+            reason = stats.shared_problem or "a call failed, or took longer than timeout_s"
+            raise TierDataError(
+                f"{stats.num_shared_skips - num_skips[1]} units did not go to the shared store: {reason}"
+            )
 
     @property
     def tier_stats(self) -> TierStats | None:

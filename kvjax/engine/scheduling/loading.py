@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from itertools import islice
 from typing import Protocol
 
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
 from kvjax.engine.scheduling.admission import Admission
 from kvjax.engine.scheduling.running_inputs import RunningInputs
+
+ASK_AHEAD = 16  # requests behind one that waits for an answer
 
 
 class LoadConnector(Protocol):
@@ -57,6 +60,7 @@ class LoadingRequests:
         self._connector = connector
         self._admission = admission
         self._inputs = inputs
+        self._asked_behind = ""  # the request behind which others were looked up last
 
     def __len__(self) -> int:
         return len(self._loading) + len(self.loaded)
@@ -84,6 +88,18 @@ class LoadingRequests:
         engine_request.status = RequestStatus.LOADING
         self._loading[request.request_id] = engine_request
         return LoadStart.LOADING
+
+    def ask_ahead(self, waiting: Iterable[EngineRequest]) -> None:
+        """Looks up the requests behind the first, so that a connector which has to ask somebody asks for all at once.
+
+        Once for each first request; without this each would wait for an answer of its own.
+        """
+        first, *others = islice(waiting, 1 + ASK_AHEAD)
+        if self._asked_behind != first.request_id:
+            self._asked_behind = first.request_id
+            for one in others:
+                if not one.waits_for_first_sample:
+                    self._manager.get_computed_blocks(one.request)
 
     def end(self, loaded: Iterable[str], failed: Iterable[str]) -> list[EngineRequest]:
         """Loads have ended: blocks that are loaded are hits; the requests whose load failed, which wait again.

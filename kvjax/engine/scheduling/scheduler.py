@@ -377,6 +377,8 @@ class Scheduler:
                 start = self._loads.start(engine_request, blocks, num_hit, is_first=not self._rows.size)
                 if start is LoadStart.REFUSED:
                     self._admission.refuse(engine_request, self._num_steps)
+                if start is LoadStart.LATER:
+                    self._loads.ask_ahead(self._waiting)
                 if start in (LoadStart.REFUSED, LoadStart.LATER):
                     return
                 if start is LoadStart.LOADING:

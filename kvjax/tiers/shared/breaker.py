@@ -19,10 +19,19 @@ MOST_FAILURES = 3  # in a row, of calls that began while it was closed
 class Breaker:
     """One way of a store, up or down. Any thread may call it."""
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Closed. `what` names way and store in the log."""
-        self.num_openings = 0
+    def __init__(
+        self, what: str, on_change: Callable[[], object] = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Closed.
+
+        Args:
+            what: way and store, for the log.
+            on_change: is told when it opens or closes.
+            clock: seconds that only grow.
+        """
+        self.problem = ""  # why it is open
         self._what = what
+        self._on_change = on_change
         self._clock = clock
         self._guard = threading.Lock()
         self._num_failures = 0
@@ -38,7 +47,9 @@ class Breaker:
         with self._guard:
             self._num_failures = 0
             opened_s, self._opened_s = self._opened_s, None
+            self.problem = ""
         if opened_s is not None:
+            self._on_change()
             logger.warning("%s works again, after %.1f s", self._what, self._clock() - opened_s)
 
     def fail(self, problem: object, *, is_first: bool = False) -> None:
@@ -48,8 +59,9 @@ class Breaker:
             opens = self._num_failures >= MOST_FAILURES and self._opened_s is None
             if opens:
                 self._opened_s = self._clock()
-                self.num_openings += 1
+                self.problem = f"{self._what}: {problem}"
         if opens:
+            self._on_change()
             logger.error(
                 "%s does not work and is left alone until it does; tokens are computed meanwhile: %s",
                 self._what,

@@ -60,8 +60,9 @@ class SharedStore:
             ValueError, MissingExtraError: as `open_backend`.
         """
         self.stats = TierStats() if stats is None else stats
-        self.reading = Breaker(f"reading from the shared tier {config.place}")
-        self.writing = Breaker(f"writing to the shared tier {config.place}")
+        tell = partial(_tell_problem, weakref.ref(self))
+        self.reading = Breaker(f"reading from the shared tier {config.place}", tell)
+        self.writing = Breaker(f"writing to the shared tier {config.place}", tell)
         self._config = config
         self._identity = dict(identity)
         self._seals = self._seals_of(self._identity)
@@ -140,12 +141,20 @@ class SharedStore:
         self._count("num_shared_reads", len(keys))
         return opened
 
-    def offer(self, keys: Sequence[UnitKey], pages: Sequence[np.ndarray]) -> bool:  # uint8[len(keys), n] each
-        """Has a thread write units, a row of all pages each, unless the store has them; False: there is no room.
+    def offer(
+        self,
+        keys: Sequence[UnitKey],
+        pages: Sequence[np.ndarray],  # uint8[len(keys), n] each
+        *,
+        waits: bool = False,  # for room; else units are passed over
+    ) -> bool:
+        """Has a thread write units, a row of all pages each, unless the store has them; False: they are passed over.
 
-        The pages stay as they are until `flush`, or as long as anybody holds them.
+        Nobody changes the pages afterwards.
         """
         num_bytes = sum(page.nbytes for page in pages)
+        if waits and self._bytes_in_flight + num_bytes > self._config.max_bytes_in_flight:
+            self.flush()
         with self._guard:
             is_taken = not self.writing.is_open and (
                 not self._bytes_in_flight or self._bytes_in_flight + num_bytes <= self._config.max_bytes_in_flight
@@ -294,6 +303,13 @@ class SharedStore:
 
 def _told(problem: object) -> str:
     return str(problem) or type(problem).__name__
+
+
+def _tell_problem(of: weakref.ReferenceType[SharedStore]) -> None:
+    """Writes into the statistics what does not work now."""
+    store = of()
+    if store is not None:
+        store.stats.shared_problem = store.reading.problem or store.writing.problem
 
 
 async def _watch(of: weakref.ReferenceType[SharedStore], retry_s: float) -> None:

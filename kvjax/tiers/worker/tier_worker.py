@@ -201,7 +201,7 @@ class TierWorker:
 
     @contextmanager
     def waiting_for_disk(self) -> Iterator[None]:
-        """Within, what is stored waits for the disk where otherwise it would be passed over."""
+        """Within, what is stored waits for disk and shared store where otherwise it would be passed over."""
         self._waits_for_disk = True
         try:
             yield
@@ -294,7 +294,7 @@ class TierWorker:
         rows = _rows(slots[on_host])
         for buffer, page in zip(buffers, pages, strict=False):
             buffer[rows] = page if all_on_host else page[on_host]
-        is_shared = self._shared is not None and self._shared.offer(_keys_of(units), pages)
+        is_shared = self._shared is not None and self._shared.offer(_keys_of(units), pages, waits=self._waits_for_disk)
         if self._disk is None:
             return on_host | is_shared
         if all_on_host:
