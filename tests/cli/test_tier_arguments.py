@@ -62,6 +62,17 @@ def test_a_run_finds_what_another_put_into_a_shared_folder(capsys: pytest.Captur
     assert cached == [0, 32]
 
 
+def test_a_run_beside_a_dead_store_says_so_and_generates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": list(range(1, 40)), "name": "a"}) + "\n")
+    command = ["generate", "--no-plot", "--model", str(model_folder("gemma3")), "--block-size", "8", "-q"]
+    command += ["--prompts", str(prompts), "--max-tokens", "4", "--shared-cache", "redis://:secret@127.0.0.1:1"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert "units did not go to the shared store" in captured.err
+    assert "secret" not in captured.err + captured.out
+
+
 def test_a_folder_is_refused_where_another_length_turns_keys_otherwise(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, FinishReason, SpeculativeConfig
 from kvjax.engine.front.pool_picture import pool_picture
+from kvjax.errors import TierDataError
 from kvjax.models.config import StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.replay.misses import miss_table
@@ -146,13 +147,21 @@ def run(args: argparse.Namespace) -> int:
     results = _generate(engine, samples, printer, args.quiet)
     wall_s = time.perf_counter() - start
     if engine.connector is not None:
-        engine.save_cache()
+        _save_cache(engine)
         engine.connector.close()
     num_aborted = sum(result.finish_reason is FinishReason.ABORT for result in results.values())
     if num_aborted:
         print(f"interrupted when {len(results) - num_aborted:,} of {count_of(len(results), 'request')} had ended\n")
     _report(engine, results, printer.texts, wall_s, args, plot_path)
     return INTERRUPTED if num_aborted else 0
+
+
+def _save_cache(engine: LLMEngine) -> None:
+    """What the tiers do not take is said, and costs the next run its time alone."""
+    try:
+        engine.save_cache()
+    except TierDataError as error:
+        print(f"kvjax: {error}", file=sys.stderr)
 
 
 def _plot_path(args: argparse.Namespace) -> Path | None:
