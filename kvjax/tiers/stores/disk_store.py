@@ -15,6 +15,8 @@ is deleted and is a miss. So is one of another identity, which the checksum cove
 those used longest ago (by their time of change) are deleted until 5 % are free. Any process may do that while others
 read: a file that is open stays readable.
 
+Whoever reads a unit may tell the prompt, so files are their owner's alone (0600).
+
 What the store cannot keep is told by an `Outage`. Every unit is a new try, and during an outage none waits for the
 lock. A folder that was deleted is made anew.
 """
@@ -124,7 +126,7 @@ class DiskStore:
         try:
             encoded = name.encode()
             header = HEADER.pack(MAGIC, len(encoded), data.nbytes, _checksum(self._seal + encoded, data))
-            with open(temporary, "wb", buffering=0) as file:
+            with open(temporary, "wb", buffering=0, opener=_open_privately) as file:
                 for part in (header + encoded, data):
                     write_all(file.fileno(), part)
                 if on_probation:
@@ -206,7 +208,7 @@ class DiskStore:
             if not path.exists():
                 path.parent.mkdir(exist_ok=True)
                 temporary = self._tmp / f"{os.getpid()}-{next(self._names)}"
-                temporary.write_text(f"{digest} {version}\n")
+                _write_text(temporary, f"{digest} {version}\n")
                 temporary.replace(path)
             known = path.read_text().partition(" ")[0]
         if known != digest:
@@ -240,7 +242,7 @@ class DiskStore:
             elif any(self.folder.glob("[!.]*")):
                 raise ValueError(f"expected an empty folder or a store of units, got {self.folder}")
             else:
-                path.with_suffix(".new").write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
+                _write_text(path.with_suffix(".new"), json.dumps(identity, indent=1, sort_keys=True) + "\n")
                 path.with_suffix(".new").replace(path)
             for folder in (self._units, self._tmp):
                 folder.mkdir(exist_ok=True)
@@ -342,6 +344,16 @@ def _file_id(path: Path) -> tuple[int, ...]:
     """Tells a file from a later one of its name."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def _open_privately(path: str, flags: int) -> int:
+    """Opens a file that nobody else may read, if it is new."""
+    return os.open(path, flags, 0o600)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", opener=_open_privately) as file:
+        file.write(text)
 
 
 def _open_plainly(path: str, flags: int) -> int:

@@ -40,7 +40,7 @@ class FolderLock:
         """
         deadline_s = time.monotonic() + wait_s  # from here on: several threads wait together, not in turn
         with self._guard:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 self._take(file, wait_s, deadline_s)
                 yield file

@@ -107,6 +107,15 @@ def test_a_store_of_another_cache_is_refused(tmp_path: Path, other: dict[str, st
     assert make_store(tmp_path).has(key_of(1))
 
 
+def test_files_are_their_owners_alone(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.put(key_of(1), unit_of(1))
+    store.name_weights("1", "digest")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 4, "a unit, a version, the lock and STORE.json"
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="expected an empty folder or a store of units"):
