@@ -1,4 +1,4 @@
-"""vLLM 0.33's KV cache manager and kvjax's under its rules, call by call with the same requests: models with states.
+"""vLLM 0.33's KV cache manager and kvjax's under its rules, call by call: models with states, or with R-SWA.
 
 Usage:   DIR/python scripts/vllm_lockstep.py [--calls 100000] [--seed 0], by the wrapper that vllm_conformance.sh writes
 Flow:    random models and requests, steps of vLLM's scheduler -> both managers -> the first answer that differs
@@ -31,7 +31,14 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager as OwnManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 
 from kvjax.adapters.vllm import KVCacheManager
 
@@ -57,6 +64,14 @@ def full(size: int) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
 
+def window() -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=9)
+
+
+def rswa(size: int, tokens: int) -> RSWASpec:
+    return RSWASpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32, rswa_window=tokens)
+
+
 def resolved(copies: list[Any]) -> list[tuple[int, int]]:
     """Copies none of which reads what another writes."""
     sources: dict[int, int] = {}
@@ -68,22 +83,28 @@ def resolved(copies: list[Any]) -> list[tuple[int, int]]:
 class Pair:
     """Both managers of one random model, and its requests."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, has_states: bool) -> None:
         self.rng = rng
         size = rng.choice((4, 8, 16))
         checkpoints, drafts = rng.randint(0, 1), rng.choice((0, 0, 2))
         specs: list[Any] = [full(rng.choice((4, 8))), *[mamba(size, checkpoints, drafts)] * rng.randint(1, 2)]
+        self.has_states = has_states
+        self.preempted: list[Any] = []
+        if not has_states:
+            size, checkpoints, drafts = 4, 0, 0
+            tokens = rng.randint(1, 20)
+            specs = [*[rswa(4, tokens)] * rng.randint(1, 2), *[full(4)] * rng.randint(0, 1)]
         self.eagle, has_window = rng.random() < 0.4, rng.random() < 0.3
         # With EAGLE the second checkpoint of windows is elsewhere where block sizes differ (docs/vllm-differences.md).
         if has_window and not self.eagle:
-            specs.append(
-                SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=9)
-            )
+            specs.append(window())
         sizes, self.state_size = [spec.block_size for spec in specs], size
         block = lcm(*sizes)
         # Where every state is cached kvjax leaves out those of lengths that no hit has (docs/vllm-differences.md).
         intervals = (0, 2 * block) if size % sizes[0] else (None, 0, 0, 2 * block)
         interval = rng.choice(intervals)
+        if not has_states:
+            interval = rng.choice((0, 2 * block)) if has_window and not self.eagle else None
         groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
         config = KVCacheConfig(
             num_blocks=rng.choice((60, 120, 400)),
@@ -98,13 +119,13 @@ class Pair:
             "use_eagle": self.eagle,
             "enable_mamba_shared_prefix_checkpoint": rng.random() < 0.5,
         }
-        self.name = (
-            f"{sizes}, {checkpoints} checkpoint blocks, {drafts} drafts, EAGLE {self.eagle}, interval {interval}"
-        )
+        kinds = [type(spec).__name__ for spec in specs]
+        self.name = f"{kinds}, {sizes}, {checkpoints} checkpoint blocks, {drafts} drafts, EAGLE {self.eagle}"
+        self.name += f", interval {interval}"
         self.managers = [make(config, MAX_MODEL_LEN, **options) for make in (OwnManager, KVCacheManager)]
         own = self.managers[0]
         is_fine = own.coordinator.enable_partial_hash_hits
-        self.compares_ids = is_fine and not drafts
+        self.compares_ids = (is_fine and not drafts) or not has_states
         self.split_options = SimpleNamespace(
             block_size=block,
             cache_config=SimpleNamespace(block_size=size),
@@ -171,6 +192,9 @@ class Pair:
             if request.num_tokens > MAX_MODEL_LEN - 40 or self.rng.random() < 0.05 or not self.allocate(request, new):
                 self.both("free", request)
                 self.running.remove(request)
+                if not self.has_states and request.num_tokens <= MAX_MODEL_LEN - 40:
+                    request.num_computed_tokens = 0
+                    self.preempted.append(request)
             else:
                 planned.append((request, new))
         for _ in range(self.rng.randrange(3)):
@@ -181,14 +205,14 @@ class Pair:
 
     def split(self, request: Any, most: int, length: int = 0) -> int:
         """New tokens of the scheduler's step, as far as the block that it begins inside (docs/vllm-differences.md)."""
+        if not self.has_states:
+            return most
         new, size = Scheduler._mamba_block_aligned_split(self.split_options, request, most, length), self.state_size
         inside = (request.num_computed_tokens + length) % size
         return min(new, size - inside) if inside and most > 1 else new
 
     def admit(self, planned: list[tuple[Any, int]]) -> None:
-        self.num_requests += 1
-        tokens = self.rng.choice(self.prompts) + [self.rng.randrange(50) for _ in range(self.rng.randrange(4))]
-        request = make_request(f"r{self.num_requests}", tokens, hasher=HASHER)
+        request = self.preempted.pop() if self.preempted and self.rng.random() < 0.5 else self.new_request()
         hits, length = self.look_up(request)
         left = request.num_tokens - length
         new = self.split(request, min(left, 96), length)
@@ -196,6 +220,11 @@ class Pair:
             self.running.append(request)
             request.num_computed_tokens = length
             planned.append((request, new))
+
+    def new_request(self) -> Any:
+        self.num_requests += 1
+        tokens = self.rng.choice(self.prompts) + [self.rng.randrange(50) for _ in range(self.rng.randrange(4))]
+        return make_request(f"r{self.num_requests}", tokens, hasher=HASHER)
 
     def compare(self) -> None:
         """Tables, copies, offers and free blocks."""
@@ -225,7 +254,7 @@ def main() -> int:
     failed: list[str] = []
     seed = args.seed
     while counts["calls"] < args.calls:
-        pair = Pair(random.Random(seed))
+        pair = Pair(random.Random(seed), has_states=seed % 4 > 0)
         try:
             while pair.counts["calls"] < CALLS_PER_MODEL:
                 pair.step()

@@ -7,6 +7,7 @@ from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
+from kvjax.core.kinds.rswa import RSWASpec
 from kvjax.core.kinds.sink_full import SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
@@ -63,6 +64,7 @@ __all__ = [
     "PageCopies",
     "PinnedPrefix",
     "PrefixCacheStats",
+    "RSWASpec",
     "ReleaseRules",
     "Request",
     "RequestTable",

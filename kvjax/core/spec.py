@@ -74,6 +74,8 @@ class KVCacheSpec(abc.ABC):
     kept_fields: ClassVar[frozenset[str]] = frozenset()
     # First tokens of a request that every later one sees, whatever else is released.
     num_sink_tokens: ClassVar[int] = 0
+    # Tokens of its answer that a request's next one sees beside the whole prompt, its own included; None: all.
+    rswa_window: ClassVar[int | None] = None
     # Whether tokens ever leave what later ones see: then blocks are released before the request ends, and a shorter
     # prefix of a hit need not be a hit.
     forgets: ClassVar[bool] = False

@@ -97,7 +97,7 @@ def describe_kind(spec: KVCacheSpec) -> str:
 
     And the first tokens that stay: "sliding_window 1,024 + 4".
     """
-    seen = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    seen = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or spec.rswa_window
     ratio = getattr(spec, "tokens_per_state", 1)
     first = f" + {spec.num_sink_tokens:,}" if spec.num_sink_tokens else ""
     return spec.kind + (f" {seen:,}" if seen else "") + first + (f" / {ratio}" if ratio > 1 else "")
@@ -320,6 +320,7 @@ def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
                 "kind": group.spec.kind,
                 "sliding_window": getattr(group.spec, "sliding_window", None),
                 "attention_chunk_size": getattr(group.spec, "attention_chunk_size", None),
+                "rswa_window": group.spec.rswa_window,
                 "block_size": group.spec.block_size,
                 "page_bytes": group.page_bytes,
                 "real_page_bytes": group.real_page_bytes,

@@ -15,6 +15,7 @@ from kvjax.core import (
     MambaSpec,
     MLAAttentionSpec,
     Request,
+    RSWASpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -49,6 +50,8 @@ MODELS = [
 MODELS.append((KINDS[-1], KINDS[0]))
 FIRST_AND_WINDOW = SlidingWindowSpec(block_size=8, sliding_window=20, num_sink_tokens=11, **HEADS)
 MODELS += [(FIRST_AND_WINDOW,), (FIRST_AND_WINDOW, KINDS[0], KINDS[3])]
+RSWA = RSWASpec(block_size=8, rswa_window=20, **HEADS)
+MODELS += [(RSWA,), (RSWA, KINDS[0], KINDS[3])]
 
 
 def names_of(kinds: tuple[KVCacheSpec, ...]) -> str:

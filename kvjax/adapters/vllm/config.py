@@ -15,6 +15,7 @@ from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
+from kvjax.core.kinds.rswa import RSWASpec
 from kvjax.core.kinds.sink_full import SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
@@ -108,6 +109,10 @@ def _full(spec: Any) -> KVCacheSpec:
     return FullAttentionSpec(**_heads(spec), **masks)
 
 
+def _rswa(spec: Any) -> KVCacheSpec:
+    return RSWASpec(**_heads(spec), rswa_window=spec.rswa_window)
+
+
 def _mamba(spec: Any) -> KVCacheSpec:
     if spec.mamba_cache_mode not in ("none", "align"):
         raise NotImplementedError(f"mamba_cache_mode {spec.mamba_cache_mode!r}; kvjax.core has none and align")
@@ -133,6 +138,7 @@ def _buffer(spec: Any) -> KVCacheSpec:
 
 KINDS: dict[str, Callable[[Any], KVCacheSpec]] = {
     "FullAttentionSpec": _full,
+    "RSWASpec": _rswa,
     "CircularBufferSpec": _buffer,
     "MLAAttentionSpec": lambda spec: MLAAttentionSpec(**_latent(spec), sliding_window=spec.sliding_window),
     "SlidingWindowSpec": lambda spec: SlidingWindowSpec(**_heads(spec), sliding_window=spec.sliding_window),

@@ -11,6 +11,8 @@ from kvjax.adapters.vllm.description import vllm_module
 from kvjax.adapters.vllm.release import Release
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
+KINDS = {"rswa": "full_attention"}  # kinds whose name in vLLM's events is another
+
 
 class EventClasses:
     """The event classes of the installed vLLM, with the fields that its release has."""
@@ -45,7 +47,7 @@ class EventClasses:
             lora_name=event.lora_name,
             extra_keys=[None] * len(hashes) if event.extra_keys is None else list(event.extra_keys),
             group_idx=event.group_idx,
-            kv_cache_spec_kind=event.kind,
+            kv_cache_spec_kind=KINDS.get(event.kind, event.kind),
             kv_cache_spec_sliding_window=event.sliding_window,
         )
 

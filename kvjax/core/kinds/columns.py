@@ -89,6 +89,8 @@ class ColumnManager(SingleTypeKVCacheManager):
         self.block_tables[:, new_rows, :count] = entries[:, None]
         self.num_blocks[new_rows] = count
         self.first_live[new_rows] = min(self.first_live.item(row), count)
+        if self.prompt_columns is not None:
+            self.prompt_columns.counts[new_rows] = self.prompt_columns.counts[row]
 
     def attach(self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> Entries:
         """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns, and returns these."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import lcm
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from kvjax.core.pool.fresh_blocks import FreshBlocks
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.core.watch.kv_events import GroupInfo
+
+if TYPE_CHECKING:
+    from kvjax.core.requests.request import Request
 
 Value = TypeVar("Value")
 
@@ -67,8 +70,13 @@ class GroupManagers:
         self.num_groups = len(kv_cache_config.kv_cache_groups)
         self.drops_last_block = self._find_eagle_managers(kv_cache_config, options.use_eagle)  # per manager
         self.cacheable = tuple(manager for manager in self.managers if manager.is_prefix_cacheable)
-        self.releasing = tuple(manager for manager in self.managers if manager.forgets)  # before their requests end
+        self.releasing = tuple(manager for manager in self.managers if manager.releases)  # before their requests end
         self.has_tier = pools[0].tier_link is not None  # whether blocks can lie beyond the pools
+        windows = [manager.kv_cache_spec.rswa_window for manager in self.managers]
+        # Tokens behind a prompt that see all before them; None: all do, or are cached alike.
+        self.rswa_window = min((window for window in windows if window is not None), default=None)
+        if options.rules.rswa_as_vllm:
+            self.rswa_window = None
         self.reads_encoder = any(manager.reads_encoder for manager in self.managers)
         self.whole_blocks = lcm(*(manager.block_size for manager in self.cacheable))  # tokens
         self.has_inner_hits = self._find_inner_hits()  # whether hits may end inside blocks, by the hash blocks' hashes
@@ -98,7 +106,7 @@ class GroupManagers:
         recurrent = (manager for manager in self.managers if isinstance(manager, RecurrentManager))
         self.rings = tuple(manager for manager in recurrent if manager.has_drafts_in_rings)
         self.checkpoints_in_step = self.options.checkpoints_in_step if self.states_on_the_way else 0
-        if self.releasing:
+        if any(manager.forgets for manager in self.managers):
             for pool in pools:
                 pool.eviction_policy.note_checkpoints()
         checkpoints = [(manager, manager.checkpoints) for manager in self.cacheable]
@@ -163,6 +171,10 @@ class GroupManagers:
             spec = manager.kv_cache_spec
             if not self._registers_inside and not spec.num_prefill_checkpoint_blocks:
                 continue
+            if self.rswa_window is not None:
+                raise NotImplementedError(
+                    "expected num_prefill_checkpoint_blocks=0 of states beside R-SWA, whose answers are not registered"
+                )
             if manager.answer_states is not None:
                 raise NotImplementedError(
                     "expected retention_interval by vLLM's rules (`ManagerOptions.vllm`) with "
@@ -244,6 +256,11 @@ class GroupManagers:
         `max_length` is that of a hit, `num_hashed` the tokens that have hashes.
         """
         return min(length + manager.block_size, num_hashed if self.may_drop_end else max_length)
+
+    def longest_hit(self, request: Request) -> int:
+        """Tokens of the longest hit that the request can use."""
+        longest = request.num_tokens - 1
+        return longest if self.rswa_window is None else min(longest, request.num_prompt_tokens + self.rswa_window)
 
     @property
     def cacheable_lookups(self) -> list[tuple[SingleTypeKVCacheManager, bool]]:

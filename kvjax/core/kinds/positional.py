@@ -74,14 +74,16 @@ class PositionalManager(ColumnManager):
         idle_until = np.minimum(num_blocks * size, self.settings.max_model_len)
         if self.enable_caching:
             idle_until = np.minimum(idle_until, num_cached_blocks * size + (size - 1))
-        if self.forgets:
+        if self.releases:
             before = self.first_live[rows]
-            first = np.minimum(self.get_num_skipped_tokens(settled_tokens) // size, held)
+            first = np.minimum(self.get_num_released_tokens(settled_tokens) // size, held)
             first = np.maximum(first, before)
-            if self.num_kept_columns:
-                before = np.maximum(before, self.num_kept_columns)
+            following = first
+            if self.keeps_columns:
+                kept = self.kept_columns_of(rows)
+                before, following = np.maximum(before, kept), np.maximum(first, kept)
             skipped = Runs.between(rows, before, first)
-            idle_until = np.minimum(idle_until, self.tokens_until_release(first))
+            idle_until = np.minimum(idle_until, self.tokens_until_release(following))
         return RowChanges(
             skipped=skipped,
             needed=Runs.between(rows, held, required),

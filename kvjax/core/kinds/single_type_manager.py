@@ -10,9 +10,9 @@ A row's part of a table, columns in token order (`block_size` tokens a column):
     0               first_live          num_blocks   columns
     | registered in the prefix cache: num_cached_blocks |
 
-Leading columns that a kind keeps are no nulls: `kept_columns.py`. Which tokens later ones see, and who may hit them,
-the spec says; its functions take the numbers of one row or of many. What is done to a table exists for one row
-(`allocate_slots`) and for many (`plan_step`). Ids of several groups come group by group. What a column is, a family
+Leading columns that a kind keeps are no nulls: `kept_columns.py`, `rswa.py`. Which tokens later ones see, and who may
+hit them, the spec says; its functions take the numbers of one row or of many. What is done to a table exists for one
+row (`allocate_slots`) and for many (`plan_step`). Ids of several groups come group by group. What a column is, a family
 says; no class overrides what another has filled in:
 
     SingleTypeKVCacheManager       tables, registration, release: all kinds
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from kvjax.core.kinds.manager_settings import ManagerSettings, TableLayout
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.probation import put_on_probation
 from kvjax.core.kinds.reserved_blocks import take_reserved_blocks
+from kvjax.core.kinds.rswa import PromptColumns
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
 from kvjax.core.kinds.table_laws import check_tables
@@ -107,8 +108,15 @@ class SingleTypeKVCacheManager(abc.ABC):
         )
         # Leading columns that are never released before the request ends.
         self.num_kept_columns = cdiv(kv_cache_spec.num_sink_tokens, self.block_size)
-        self._has_gaps = self.holds_states or self.num_kept_columns > 0  # whether there are nulls between
-        self._first_discarded = cdiv(self.num_kept_columns, DISCARD_ENTRIES) * DISCARD_ENTRIES
+        # Those of each row's prompt, where only blocks of the answer are released; None: as the lines above say.
+        self.prompt_columns: PromptColumns | None = None
+        if kv_cache_spec.rswa_window is not None:
+            as_vllm = settings.options.rules.rswa_as_vllm
+            num_in_flight = None if as_vllm else settings.max_in_flight_tokens
+            self.prompt_columns = PromptColumns(kv_cache_spec.rswa_window + as_vllm, self.block_size, num_in_flight)
+        self.releases = self.forgets or self.prompt_columns is not None  # blocks before their requests end
+        self.keeps_columns = self.num_kept_columns > 0 or self.prompt_columns is not None
+        self._has_gaps = self.holds_states or self.keeps_columns  # whether there are nulls between
         self.max_columns = cdiv(settings.max_model_len, self.block_size) + max(self.num_tail_columns - 1, 0)
         self._table = RowTable(len(group_ids), 0, self.max_columns)
         self.num_blocks = self._table.lengths  # int64[rows]
@@ -234,9 +242,24 @@ class SingleTypeKVCacheManager(abc.ABC):
         """`KVCacheSpec.skipped_tokens`."""
         return self.kv_cache_spec.skipped_tokens(num_computed_tokens)
 
+    def get_num_released_tokens(self, settled_tokens: IntOrArray) -> IntOrArray:
+        """Leading tokens whose blocks a running row with so many settled tokens releases, but for those kept."""
+        if self.prompt_columns is not None:
+            return self.prompt_columns.skipped_tokens(settled_tokens)
+        return self.get_num_skipped_tokens(settled_tokens)
+
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
-        """Fewest computed tokens at which a row with `first_live` leading nulls releases a block (or `NEVER`)."""
+        """Fewest computed tokens at which the block behind `first_live` columns is released (or `NEVER`)."""
+        if self.prompt_columns is not None:
+            return self.prompt_columns.tokens_until_skipped((first_live + 1) * self.block_size)
         return self.kv_cache_spec.tokens_until_skipped((first_live + 1) * self.block_size)
+
+    def kept_columns_of(self, row: IntOrArray) -> int | IntOrArray:
+        """Leading columns of a row, or of each of int64[n] rows, that are never released before the request ends."""
+        if self.prompt_columns is None:
+            return self.num_kept_columns
+        counts = self.prompt_columns.counts
+        return counts.item(row) if isinstance(row, int) else counts[row]
 
     # Table memory.
 
@@ -260,16 +283,19 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.first_live = np.pad(self.first_live, (0, missing))
             if self.answer_states is not None:
                 self.answer_states.reserve_rows(num_rows)
+            if self.prompt_columns is not None:
+                self.prompt_columns.reserve_rows(num_rows)
 
     # One row.
 
     def remove_skipped_blocks(self, row: int, settled_tokens: int) -> None:
         """Releases what no token after the first `settled_tokens` attends to; the last block is evicted first."""
         start, end = self.first_live.item(row), self.num_blocks.item(row) - self.num_tail_columns
-        skipped = min(self.get_num_skipped_tokens(settled_tokens) // self.block_size, end)
+        skipped = min(self.get_num_released_tokens(settled_tokens) // self.block_size, end)
         if skipped > start:
-            self._release(row, max(start, self.num_kept_columns), skipped)
-            self._table.discard_behind(row, max(start, self._first_discarded), skipped)
+            kept = self.kept_columns_of(row)
+            self._release(row, max(start, kept), skipped)
+            self._table.discard_behind(row, max(start, _first_discarded(kept)), skipped)
             self.first_live[row] = skipped
 
     def _release(self, row: int, start: int, end: int) -> None:
@@ -354,15 +380,17 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def _places_with_blocks(self, ids: np.ndarray) -> np.ndarray | None:
         """int64[k] places of int32[G, n] entries that are no nulls; None: all. Nulls are in the same columns."""
-        return ids[0].nonzero()[0] if self.forgets and np.count_nonzero(ids) < ids.size else None
+        return ids[0].nonzero()[0] if self.releases and np.count_nonzero(ids) < ids.size else None
 
     def free(self, row: int) -> None:
         """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
         end = self.num_blocks.item(row)
-        self._release(row, 0 if self.num_kept_columns else self.first_live.item(row), end)
+        self._release(row, 0 if self.keeps_columns else self.first_live.item(row), end)
         self._table.discard_row(row, end)
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
         self.first_copies.pop(row, None)
+        if self.prompt_columns is not None:
+            self.prompt_columns.begin(row, 0)
         if self.answer_states is not None:
             self.answer_states.leave(row)
         if self.inner_states is not None:
@@ -384,7 +412,7 @@ class SingleTypeKVCacheManager(abc.ABC):
             raise ValueError(
                 f"row {row}: expected blocks of the {num_tokens} tokens to share, got {self.held_slots(row)} slots"
             )
-        if self.first_live[row] > self.get_num_skipped_tokens(num_tokens) // self.block_size:
+        if self.first_live[row] > self.get_num_released_tokens(num_tokens) // self.block_size:
             raise ValueError(
                 f"row {row}: blocks that token {num_tokens} attends to were released; expected fewer "
                 "num_in_flight_tokens, or as many when the slots were allocated"
@@ -398,7 +426,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         """Per group the leading blocks of the row that all `num_running_requests` hold; 0 where blocks are left behind
         or nobody else may hold them.
         """
-        if self.forgets or not self.is_prefix_cacheable:
+        if self.releases or not self.is_prefix_cacheable:
             return [0] * self.num_groups
         return count_common_blocks(
             self.block_tables, self.num_blocks, self.block_pool.ref_count, row, num_running_requests
@@ -411,8 +439,8 @@ class SingleTypeKVCacheManager(abc.ABC):
     def row_idle_until(self, row: int) -> int:
         """Slots up to which a step of the row neither allocates, registers nor releases in these groups."""
         idle = self.held_slots(row)
-        if self.forgets:
-            idle = min(idle, self.tokens_until_release(self.first_live.item(row)))
+        if self.releases:
+            idle = min(idle, self.tokens_until_release(max(self.first_live.item(row), self.kept_columns_of(row))))
         if self.enable_caching:
             idle = min(idle, self.next_full(row) - 1)
         return idle
@@ -444,7 +472,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         ids = self.block_tables[:, rows, columns]
         self.block_tables[:, rows, columns] = 0
         if self._table.has_long_rows:
-            starts = np.maximum(skipped.starts, self._first_discarded)
+            starts = np.maximum(skipped.starts, _first_discarded(self.kept_columns_of(skipped.rows)))
             self._table.discard_behind_n(skipped.rows, starts, skipped.starts + skipped.counts)
         return ids
 
@@ -474,7 +502,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         """Makes the counts of int64[n] changed rows what `plan_rows` said."""
         self.num_blocks[rows] = changes.num_blocks
         self.num_cached_blocks[rows] = changes.num_cached_blocks
-        if self.forgets:
+        if self.releases:
             self.first_live[rows] = changes.first_live
 
     # Lookup.
@@ -528,3 +556,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         check_tables(self, owned_rows)
         if self.sub_blocks is not None:
             self.sub_blocks.check_invariants()
+
+
+def _first_discarded(num_kept: Any) -> Any:
+    """The first column behind so many kept ones, an int or int64[n], whose memory goes back to the system."""
+    return -(-num_kept // DISCARD_ENTRIES) * DISCARD_ENTRIES

@@ -4,7 +4,7 @@ Flow:    SingleTypeKVCacheManager.check_invariants -> [check_tables] -> Invarian
 
     G1  0 <= first_live <= num_blocks <= columns, and num_cached_blocks <= num_blocks
     G2  a row's entries are the null block outside [first_live, num_blocks) and a block of the pool inside, where
-        positions are stable (else some are null inside, too); inside are its first `num_kept_columns`, too
+        positions are stable (else some are null inside, too); inside are its first `kept_columns_of` it, too
     G3  a row that no request owns has all counts 0
 """
 
@@ -27,11 +27,13 @@ class Tables(Protocol):
     num_blocks: np.ndarray  # int64[rows]
     num_cached_blocks: np.ndarray  # int64[rows]
     first_live: np.ndarray  # int64[rows]
-    num_kept_columns: int
 
     @property
     def block_tables(self) -> np.ndarray:  # int32[G, rows, columns]
         """The tables of all groups."""
+
+    def kept_columns_of(self, row: np.ndarray) -> int | np.ndarray:
+        """Leading columns of each of int64[n] rows that are never released before the request ends."""
 
     def find_misplaced(self, is_block: np.ndarray, inside: np.ndarray) -> str | None:
         """What G2 wants and bool[G, rows, columns] blocks break; None: nothing."""
@@ -46,7 +48,8 @@ def check_tables(manager: Tables, owned_rows: Sequence[int]) -> None:
     if (manager.num_cached_blocks > num_blocks).any():
         raise InvariantError(f"G1, {groups}: a row has more registered blocks than blocks")
     columns = np.arange(num_blocks.max(initial=0) + 1)  # the last one is beyond every row, and stands for the rest
-    inside = (columns >= first_live[:, None]) | (columns < manager.num_kept_columns)
+    num_kept = np.reshape(manager.kept_columns_of(np.arange(num_blocks.size)), (-1, 1))
+    inside = (columns >= first_live[:, None]) | (columns < num_kept)
     inside &= columns < num_blocks[:, None]
     is_block = np.zeros((len(tables), *inside.shape), np.bool_)
     used = tables[:, :, : columns.size - 1]

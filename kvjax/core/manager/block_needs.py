@@ -34,14 +34,17 @@ class BlockNeeds:
         capped: bool,
         num_encoder_tokens: int = 0,
         num_tokens: int = NEVER,
+        num_prompt_tokens: int = NEVER,
     ) -> list[int]:
         """Per pool the free blocks that a first allocation takes; `hits` are int32[k] per group.
 
-        `num_tokens` are the slots without lookahead.
+        `num_tokens` are the slots without lookahead, and the prompt's tokens count where `capped`.
         """
         needs = [0] * len(self._pools)
         for (manager, pool_id), ids in zip(self._managers, self._groups.by_manager(hits), strict=True):
             slots = min(num_slots, num_tokens) if manager.holds_states else num_slots
+            if capped and manager.prompt_columns is not None:
+                slots = min(slots, manager.prompt_columns.most_slots(num_prompt_tokens))
             slots = manager.slots_of(slots, num_encoder_tokens)
             needs[pool_id] += manager.num_blocks_for_new(slots, ids, total_computed, capped)
         return needs
@@ -51,6 +54,8 @@ class BlockNeeds:
         needs = [0] * len(self._pools)
         for manager, pool_id in self._managers:
             slots = min(num_slots, num_tokens) if manager.holds_states else num_slots
+            if capped and manager.prompt_columns is not None:
+                slots = min(slots, manager.prompt_columns.most_slots_of(row))
             needs[pool_id] += manager.num_blocks_for_running(row, slots, capped)
         return needs
 

@@ -26,6 +26,9 @@ class BlockRegistrar:
             return np.zeros_like(num_tokens)
         hash_block_size = self._groups.hashing.hash_block_size
         num_cacheable = np.minimum(self._table.num_hashed_blocks[rows] * hash_block_size, num_tokens)
+        if self._groups.rswa_window is not None:
+            longest = self._table.num_prompt_tokens[rows] + self._groups.rswa_window
+            num_cacheable = np.minimum(num_cacheable, longest)
         if self._table.num_skipping:
             num_cacheable[self._table.skips_registration[rows]] = 0
         return num_cacheable

@@ -28,7 +28,8 @@ def find_elsewhere(groups: GroupManagers, request: Request, num_hit_tokens: int)
     Costs some microseconds, and 0.2 us for each block behind the hit.
     """
     lookups, alignment = groups.cacheable_lookups, groups.alignment
-    most = min((request.num_tokens - 1 - drops * manager.block_size for manager, drops in lookups), default=0)
+    longest = groups.longest_hit(request)
+    most = min((longest - drops * manager.block_size for manager, drops in lookups), default=0)
     lengths = np.arange(num_hit_tokens - num_hit_tokens % alignment + alignment, most + 1, alignment)
     behind: list[_BlocksBehind] = []
     for manager, drops in lookups:

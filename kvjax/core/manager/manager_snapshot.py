@@ -64,10 +64,11 @@ def describe_manager(groups: GroupManagers, request_table: RequestTable) -> str:
     """Groups, pools and the number of requests, a few lines."""
     lines = [f"KV cache of {groups.num_groups} groups, {len(request_table)} running requests"]
     for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
-        held = np.minimum(manager.num_blocks, manager.num_blocks - manager.first_live + manager.num_kept_columns)
-        held = manager.num_groups * int(held.sum())
+        kept = manager.kept_columns_of(np.arange(manager.num_blocks.size))
+        held = np.minimum(manager.num_blocks, manager.num_blocks - manager.first_live + kept)
+        num_held = manager.num_groups * int(held.sum())
         lines.append(
             f"groups {manager.group_ids}: {manager.kv_cache_spec.kind}, blocks of {manager.block_size} tokens "
-            f"in pool {pool_id}, {held} in tables"
+            f"in pool {pool_id}, {num_held} in tables"
         )
     return "\n".join(lines + [pool.describe() for pool in groups.pools])

@@ -56,12 +56,11 @@ class PrefixHits:
         self._hasher_check.check_hasher(request)
         if self._groups.reads_encoder and not self._names_input(request):
             return self._not_looked_up(request)
+        longest = self._groups.longest_hit(request)
         if self._sub_block_hits is not None:
-            hits, num_tokens, shared = self._sub_block_hits.find(request, request.num_tokens - 1)
+            hits, num_tokens, shared = self._sub_block_hits.find(request, longest)
         else:
-            hits, num_tokens, shared = self._coordinator.find_longest_cache_hit(
-                request.block_hashes, request.num_tokens - 1
-            )
+            hits, num_tokens, shared = self._coordinator.find_longest_cache_hit(request.block_hashes, longest)
         if self._stats is not None:
             self._waiting.note(request.request_id, (request.num_tokens, num_tokens))
         if self._miss_reasons is not None:

@@ -92,6 +92,12 @@ class RowBlocks:
 
     # A new row.
 
+    def begin(self, row: int, num_prompt_tokens: int) -> None:
+        """A request with such a prompt has got the row."""
+        for manager in self._groups.releasing:
+            if manager.prompt_columns is not None:
+                manager.prompt_columns.begin(row, num_prompt_tokens)
+
     def add_computed(self, row: int, hits: Sequence[np.ndarray], total_computed: int, has_external: bool) -> None:
         """Holds the hits of all groups, and only then takes blocks for tokens that come from outside.
 
@@ -218,6 +224,8 @@ class RowBlocks:
         """How many of the first `num_tokens` tokens lie in blocks that may be registered: known and hashed."""
         if not self._enable_caching or (self._table.num_skipping and self._table.skips_registration.item(row)):
             return 0
+        if self._groups.rswa_window is not None:
+            num_tokens = min(num_tokens, self._table.num_prompt_tokens.item(row) + self._groups.rswa_window)
         return min(num_tokens, len(request.block_hashes) * self._hash_block_size)
 
     def register(self, request: Request, row: int, num_cacheable: int, num_tokens: int) -> None:

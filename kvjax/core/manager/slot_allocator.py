@@ -104,6 +104,7 @@ class SlotAllocator:
         self._state_steps = groups.state_steps if groups.state_steps else None
         policies = [pool.eviction_policy for pool in groups.pools]
         self._told_policies = [p for p in policies if type(p).note_admission is not EvictionPolicy.note_admission]
+        self._has_prompt_columns = any(manager.prompt_columns is not None for manager in groups.managers)
         self._no_needs = [0] * len(groups.pools)  # per pool
         self._no_partial_blocks = PartialBlocks((), tuple(self._no_needs), tuple(self._no_needs))
         self._max_encoder_tokens = min(manager.max_encoder_tokens for manager in groups.managers)
@@ -220,7 +221,10 @@ class SlotAllocator:
         ids = self._groups.no_ids if hit is None else hit.block_ids
         num_encoder_tokens = as_count("num_encoder_tokens", num_encoder_tokens)
         self._plan_new(request, num_hit_tokens, request.num_tokens)
-        needs = self._needs.of_new(request.num_tokens, ids, num_hit_tokens, True, num_encoder_tokens)
+        prompt = request.num_prompt_tokens
+        needs = self._needs.of_new(
+            request.num_tokens, ids, num_hit_tokens, True, num_encoder_tokens, num_prompt_tokens=prompt
+        )
         if isinstance(self._sub_block_hits, InnerBlockHits):
             needs = sums(needs, self._sub_block_hits.partial_blocks(ids, num_hit_tokens, num_hit_tokens).num_held)
         return self._needs.fit(sums(needs, kept), ids)
@@ -270,7 +274,10 @@ class SlotAllocator:
         if must_fit:
             whole = min(max(request.num_tokens, after), self._max_model_len)
             self._plan_new(request, total_computed, whole)
-            needs = self._needs.of_new(whole, hit.block_ids, total_computed, True, counts.encoder)
+            prompt = request.num_prompt_tokens
+            needs = self._needs.of_new(
+                whole, hit.block_ids, total_computed, True, counts.encoder, num_prompt_tokens=prompt
+            )
             if not self._needs.fit(sums(needs, partial.num_held), hit.block_ids):
                 return None
         self._plan_new(request, total_computed, after)
@@ -288,6 +295,8 @@ class SlotAllocator:
         row = self._table.add(request)
         if row >= self._rows.idle_until.size:
             self._rows.reserve_rows()
+        if self._has_prompt_columns:
+            self._rows.begin(row, request.num_prompt_tokens)
         if self._rows.inner is not None:
             self._rows.inner.begin(row, hit.num_shared_tokens)
         for policy in self._told_policies:
@@ -357,6 +366,7 @@ class SlotAllocator:
         """Checks that the hit is of these pools, as long as it says, complete where it is read, and still cached."""
         if hit.pools != self._groups.pool_of_group:
             raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
+        self._check_answer(request, num_tokens)
         if hit.found is not None:
             as_found = FoundHit(request.block_hashes, num_tokens, self._groups.num_losses)
             if hit.found == as_found:  # no block has lost its hash since the lookup
@@ -386,6 +396,15 @@ class SlotAllocator:
                     )
                 if live.size:
                     self._check_contents(request, group_id, live, start, num_tokens)
+
+    def _check_answer(self, request: Request, num_tokens: int) -> None:
+        """Checks that other requests computed the tokens of a hit as this one would."""
+        window = self._groups.rswa_window
+        if window is not None and num_tokens > request.num_prompt_tokens + window:
+            raise ValueError(
+                f"request {request.request_id!r}: expected a hit of at most {request.num_prompt_tokens} prompt tokens "
+                f"and {window} of the answer (rswa_window), got {num_tokens} tokens"
+            )
 
     def _check_contents(self, request: Request, group_id: int, live: np.ndarray, first: int, num_tokens: int) -> None:
         """Checks that int32[k] blocks from column `first` on still hold the request's tokens up to `num_tokens`.

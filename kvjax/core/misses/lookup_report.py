@@ -11,6 +11,7 @@ Behind the hit the tokens of a prompt fall to these reasons, in this order; hit 
     no_checkpoint      likewise if windows, chunks and states had been cached wherever they were computed
     other_salt         likewise if salt, adapter and weight version made no difference either
     never_seen         no request had these tokens, or their blocks were evicted longer ago than is remembered
+    answer_of_rswa     nothing can be hit here: what R-SWA computes of an answer depends on where its prompt ended
     dropped_block      nothing can be hit here: EAGLE computes the last block of a hit again
     last_token         nothing can be hit here: the last token of a prompt is always computed, and with it its block
     below_granularity  nothing can be hit here: hits are whole blocks, of several sizes their common multiple
@@ -43,6 +44,7 @@ class MissReason(StrEnum):
     NO_CHECKPOINT = "no_checkpoint"
     OTHER_SALT = "other_salt"
     NEVER_SEEN = "never_seen"
+    ANSWER_OF_RSWA = "answer_of_rswa"
     DROPPED_BLOCK = "dropped_block"
     LAST_TOKEN = "last_token"
     BELOW_GRANULARITY = "below_granularity"
@@ -63,6 +65,7 @@ _REMEDIES: Mapping[MissReason, str] = MappingProxyType(
         MissReason.NO_CHECKPOINT: 'a smaller retention_interval, the policy "probation" or "learned"',
         MissReason.OTHER_SALT: "one salt, or a replica for each",
         MissReason.NEVER_SEEN: "nothing here; another replica may know them",
+        MissReason.ANSWER_OF_RSWA: "nothing: the request computes its own answer again",
         MissReason.DROPPED_BLOCK: "nothing: EAGLE needs it",
         MissReason.LAST_TOKEN: "sub_block_hits",
         MissReason.BELOW_GRANULARITY: "smaller blocks, sub_block_hits",

@@ -94,7 +94,8 @@ class LookupStates:
         self._pools = groups.pools
         cacheable = groups.cacheable_lookups
         self._alignment = groups.alignment
-        self.max_length = longest_hit(groups, request.num_tokens)
+        self.max_length = longest_hit(groups, groups.longest_hit(request) + 1)
+        self.max_length_with_answer = longest_hit(groups, request.num_tokens)
         self.max_length_without_drops = self._aligned(request.num_tokens - 1)
         self.max_length_without_last_token = self._aligned(request.num_tokens)
         self._lengths = np.arange(self._alignment, self.max_length + 1, self._alignment)

@@ -146,6 +146,7 @@ def _missed_tokens(states: LookupStates, num_tokens: int, num_hit_tokens: int) -
         MissReason.NO_CHECKPOINT: states.longest_computed(INVALIDATED),
         MissReason.OTHER_SALT: states.longest_computed(ELSEWHERE),
         MissReason.NEVER_SEEN: states.max_length,
+        MissReason.ANSWER_OF_RSWA: states.max_length_with_answer,
         MissReason.DROPPED_BLOCK: states.max_length_without_drops,
         MissReason.LAST_TOKEN: states.max_length_without_last_token,
         MissReason.BELOW_GRANULARITY: num_tokens,

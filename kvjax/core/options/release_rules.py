@@ -27,6 +27,8 @@ class ReleaseRules:
             kinds can: an end of a prompt is then registered in the block that it lies in, and a hit copies that block.
         inner_hits_of_units: whether they may where only other kinds have blocks of several hash blocks, as vLLM's where
             ranks share the tokens of a block.
+        rswa_as_vllm: whether models with R-SWA (kinds/rswa.py) register and hit all tokens, not only those that see all
+            before them, an admission counts the blocks of all of them, and a request keeps one token more.
         extra_key_style: of a `BlockHasher`, which requests bring: how what else a hash covers is written.
     """
 
@@ -36,6 +38,7 @@ class ReleaseRules:
     defer_fresh_hits: bool = False
     inner_hits: bool = False
     inner_hits_of_units: bool = False
+    rswa_as_vllm: bool = False
     extra_key_style: str = "vllm-0.33"
 
 
@@ -46,7 +49,11 @@ RELEASES: Mapping[str, ReleaseRules] = MappingProxyType(
         # The extra keys of 0.32.0 were not compared; those of 0.33.0 stand for them.
         "0.32.0": ReleaseRules(coarse_hash_mode="last", retention_ends="vllm-0.32", defer_fresh_hits=True),
         "0.33.0": ReleaseRules(
-            coarse_hash_mode="last", retention_ends="vllm-0.33", defer_fresh_hits=True, inner_hits=True
+            coarse_hash_mode="last",
+            retention_ends="vllm-0.33",
+            defer_fresh_hits=True,
+            inner_hits=True,
+            rswa_as_vllm=True,
         ),
     }
 )

@@ -614,6 +614,24 @@ def test_groups_without_hits_leave_them_to_the_others(newest: Any, kind: str) ->
     assert manager.truncate_computed_blocks(hit, 8).get_block_ids() == ([1, 2], [])
 
 
+def test_answers_of_rswa_are_released_behind_the_window_and_cached(newest: Any) -> None:
+    """A prompt of 6 tokens, a window of 5 and a token more that vLLM keeps: tokens 8 to 11 go with token 17."""
+    spec = spec_of(newest, "RSWASpec", rswa_window=5)
+    manager = manager_of(newest, spec, spec_of(newest, "FullAttentionSpec"), enable_kv_cache_events=True)
+    request = request_of("a", list(range(6)))
+    compute(manager, request, 6)
+    held = []
+    for token in range(6, 20):
+        request.all_token_ids.append(token)
+        request.block_hashes[:] = HASHER.hash_tokens(request.all_token_ids)
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens += 1
+        held.append([block > 0 for block in manager.get_block_ids("a")[0][:4]])
+    assert held[10:12] == [[True] * 4, [True, True, False, True]]
+    assert {event.kv_cache_spec_kind for event in manager.take_events()} == {"full_attention"}
+    assert manager.get_computed_blocks(request_of("b", list(range(30))))[1] == 20
+
+
 def test_a_request_is_translated_again_where_it_has_grown(vllm: Any) -> None:
     manager = manager_of(vllm)
     request = request_of("a", list(range(8)))

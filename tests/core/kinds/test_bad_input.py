@@ -13,6 +13,7 @@ from kvjax.core import (
     KVCacheManager,
     KVCacheSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -32,6 +33,7 @@ SINKS = SinkFullAttentionSpec(block_size=4, sink_len=8, **HEADS)
             lambda: SlidingWindowSpec(block_size=4, sliding_window=8, num_sink_tokens=-1, **HEADS),
             "expected num_sink_tokens >= 0, got -1",
         ),
+        (lambda: RSWASpec(block_size=4, rswa_window=0, **HEADS), "expected rswa_window >= 1, got 0"),
         (
             lambda: SlidingWindowMLASpec(block_size=4, head_size=8, dtype="float32", sliding_window=0),
             "expected sliding_window >= 1, got 0",

@@ -37,9 +37,25 @@ def test_every_registered_kind_is_here() -> None:
     assert ours <= {type(spec) for spec in EXAMPLES.values()}
 
 
-def seen_columns(kind: SingleTypeKVCacheManager, num_computed: int, num_slots: int) -> range:
-    """Columns of the tokens that the next token sees, and of those to be written."""
-    return range(kind.get_num_skipped_tokens(num_computed) // kind.block_size, -(-num_slots // kind.block_size))
+def first_seen(kind: SingleTypeKVCacheManager, num_computed: int) -> int:
+    """The first column of the tokens that the next token sees, but for those that all others see."""
+    window = kind.kv_cache_spec.rswa_window
+    skipped = kind.get_num_skipped_tokens(num_computed) if window is None else max(num_computed - window + 1, 0)
+    return skipped // kind.block_size
+
+
+def num_kept(kind: SingleTypeKVCacheManager, request: Request) -> int:
+    """Columns of the tokens that all others see."""
+    spec = kind.kv_cache_spec
+    tokens = spec.num_sink_tokens if spec.rswa_window is None else request.num_prompt_tokens
+    return -(-tokens // kind.block_size)
+
+
+def seen_columns(kind: SingleTypeKVCacheManager, request: Request) -> list[int]:
+    """Columns of the tokens that a request's next token sees."""
+    computed = request.num_computed_tokens
+    kept, first = num_kept(kind, request), first_seen(kind, computed)
+    return [column for column in range(-(-computed // kind.block_size)) if column < kept or column >= first]
 
 
 # -- specs
@@ -75,7 +91,7 @@ def test_one_token_count_and_many_are_skipped_alike(spec: KVCacheSpec) -> None:
     for live in range(12):
         release = kind.tokens_until_release(live)
         assert release == kind.tokens_until_release(np.array([live]))[0]
-        gone = np.flatnonzero(skipped // kind.block_size > live)
+        gone = np.flatnonzero([first_seen(kind, n) > live for n in range(60)])
         assert release > 59 if gone.size == 0 else release == gone[0]
 
 
@@ -123,8 +139,7 @@ def test_what_the_next_token_sees_has_blocks_of_its_own(spec: KVCacheSpec) -> No
                 if world.kind.reads_encoder:
                     assert columns.all()
                     continue
-                computed = request.num_computed_tokens
-                assert columns[:, seen_columns(world.kind, computed, computed)].all()
+                assert columns[:, seen_columns(world.kind, request)].all()
 
 
 @every_kind
@@ -159,8 +174,8 @@ def test_exactly_what_no_token_sees_any_more_goes_back(spec: KVCacheSpec) -> Non
         settled = world.some(0, request.num_computed_tokens)
         refs = world.manager.block_pool.ref_count.copy()
         world.manager.remove_skipped_blocks(request.request_id, settled)
-        first = kind.get_num_skipped_tokens(settled) // kind.block_size if kind.forgets else 0
-        kept = -(-spec.num_sink_tokens // kind.block_size)  # columns of tokens that all others see
+        first = first_seen(kind, settled) if kind.releases else 0
+        kept = num_kept(kind, request)
         gone, seen = columns[:, kept:first], [*range(kept), *range(max(kept, first), columns.shape[1])]
         seen = [column for column in seen if column < columns.shape[1]]
         assert not world.columns(request)[:, kept:first].any()
@@ -257,7 +272,7 @@ def test_the_common_prefix_agrees_with_brute_force(spec: KVCacheSpec) -> None:
                 width = min(table.shape[1] for table in tables)
                 same = np.logical_and.reduce([table[:, :width] == own[:, :width] for table in tables])
                 expected = np.minimum.accumulate(same, axis=1).sum(axis=1).tolist()
-                keeps = world.kind.is_prefix_cacheable and not world.kind.forgets
+                keeps = world.kind.is_prefix_cacheable and not world.kind.releases
                 assert counts == (expected if keeps else [0, 0])
                 most = max(most, *counts) if len(tables) > 1 else most
     assert (most > 1) == keeps

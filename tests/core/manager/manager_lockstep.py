@@ -22,6 +22,7 @@ from kvjax.core import (
     MLAAttentionSpec,
     ReleaseRules,
     Request,
+    RSWASpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -52,6 +53,8 @@ def spec_of(group: NaiveGroup, ranks: int = 1) -> KVCacheSpec:
         return SinkFullAttentionSpec(sink_len=group.sinks * group.block_size, **size)
     if group.chunk is not None:
         return ChunkedLocalAttentionSpec(attention_chunk_size=group.chunk, **size)
+    if group.rswa is not None:
+        return RSWASpec(rswa_window=group.rswa, **size)
     if group.window is not None:
         return SlidingWindowSpec(sliding_window=group.window, num_sink_tokens=group.first, **size)
     return FullAttentionSpec(**size)
@@ -186,6 +189,14 @@ SETUPS = {
     "chunked_no_caching": Setup((NaiveGroup(2, chunk=4),), caching=False, uncached_first=True),
     "mla": Setup((NaiveGroup(2, latent=True),)),
     "mla_window": Setup((NaiveGroup(2, latent=True), NaiveGroup(2, window=5, latent=True))),
+    "rswa": Setup((NaiveGroup(2, rswa=5),), max_in_flight=4),
+    "rswa_1": Setup((NaiveGroup(4, rswa=1),), uncached_first=True),
+    "rswa_no_caching": Setup((NaiveGroup(2, rswa=4),), caching=False, max_in_flight=3),
+    "rswa_eagle": Setup((NaiveGroup(2, rswa=6), NaiveGroup(4)), eagle=True),
+    "rswa_hybrid": Setup(
+        (NaiveGroup(2, rswa=3), NaiveGroup(2, window=4, pool=1), NaiveGroup(4, rswa=7), NaiveGroup(2, rswa=3)),
+        retention=8,
+    ),
     "sink": Setup((NaiveGroup(2, sinks=1),)),
     "sink_two_groups": Setup((NaiveGroup(2, sinks=2), NaiveGroup(2), NaiveGroup(2, sinks=2)), eagle=True),
     "cross": Setup((NaiveGroup(2, cross=True),)),
@@ -318,6 +329,7 @@ KINDS = (  # one of each; MLA's windows beside its full layers
     "chunked_straddling",
     "mla",
     "mla_window",
+    "rswa",
     "sink",
     "cross",
     "mamba_none",

@@ -91,6 +91,7 @@ class NaiveGroup:
     chunk: int | None = None  # chunked local attention
     sinks: int = 0  # blocks of attention sinks
     first: int = 0  # tokens at the start of a request that all others see, of a window
+    rswa: int | None = None  # tokens of the answer that are seen beside the whole prompt
     latent: bool = False  # MLA
     cross: bool = False  # cross attention, of at most `MAX_ENCODER` tokens
 
@@ -141,8 +142,11 @@ class NaiveGroup:
             return ceil(slots / self.block_size) + self.drafts
         return ceil((encoder if self.cross else slots) / self.block_size)
 
-    def most_blocks(self, in_flight: int, max_model_len: int) -> int:
-        """The admission cap."""
+    def most_blocks(self, in_flight: int, max_model_len: int, prompt: int) -> int:
+        """The admission cap of a request with so many prompt tokens."""
+        if self.rswa is not None:
+            in_window = ceil((self.rswa - 1 + in_flight) / self.block_size) + 1
+            return ceil(prompt / self.block_size) + in_window
         if self.cross:
             return ceil(MAX_ENCODER / self.block_size)
         if self.window is not None:
@@ -183,6 +187,9 @@ class NaiveManager:
         self.same_step_hits = same_step_hits
         self.max_in_flight = max_in_flight or max_model_len
         self.tables: dict[str, list[list[int]]] = {}  # request -> per group its blocks
+        self.prompts: dict[str, int] = {}  # running request -> tokens of its prompt
+        windows = [group.rswa for group in groups if group.rswa is not None]
+        self.shared_answer = min(windows, default=max_model_len)  # tokens behind a prompt that see all before them
         self.cached: dict[str, list[int]] = {}  # request -> per group how many were registered
         self.fresh: list[set[int]] = [set() for _ in pool_sizes]
         self.stopped: set[str] = set()  # running requests that register no more
@@ -202,7 +209,7 @@ class NaiveManager:
         names_input = request.salt is not None or len(cached) == len(self.groups)
         if not (self.caching and cached and names_input):
             return [[] for _ in self.groups], 0
-        limit = len(request.tokens) - 1
+        limit = min(len(request.tokens) - 1, request.num_prompt + self.shared_answer)
         step = lcm(*(group.block_size for group in cached))
         for length in range(limit // step * step, 0, -step):
             hit = [self._hit_of(i, request, length, limit) for i in range(len(self.groups))]
@@ -264,7 +271,7 @@ class NaiveManager:
 
     def find_shared(self, request: NaiveRequest) -> int:
         """The longest prefix that all groups have that keep everything before it; of the first, if there is none."""
-        limit = len(request.tokens) - 1
+        limit = min(len(request.tokens) - 1, request.num_prompt + self.shared_answer)
         cached = [i for i in self.order if not self.groups[i].cross]
         closed = [i for i in cached if not self.groups[i].is_local] or cached[:1]
         names_input = request.salt is not None or len(cached) == len(self.groups)
@@ -332,15 +339,16 @@ class NaiveManager:
         slots = min(computed + new + lookahead, self.max_model_len)
         if must_fit:
             whole = min(max(len(request.tokens), computed + new), self.max_model_len)
-            if not self._fits(tables, hit, whole, whole, computed, running, request.encoder, capped=True):
+            if not self._fits(tables, hit, whole, whole, computed, running, request.encoder, request.num_prompt):
                 return None
         after = computed + new
-        if not self._fits(tables, hit, slots, after, computed, running, request.encoder, capped=False):
+        if not self._fits(tables, hit, slots, after, computed, running, request.encoder):
             return None
         if not running:
             self.cached[name] = [0] * len(self.groups)
             self.note_checkpoints(request, shared if shared > hit_tokens else 0)
             self.tables[name] = tables
+            self.prompts[name] = request.num_prompt
             for i in self.order:
                 group = self.groups[i]
                 skipped = group.skipped_blocks(computed)
@@ -358,7 +366,15 @@ class NaiveManager:
         return dealt
 
     def _fits(
-        self, tables: list, hit: list, slots: int, after: int, computed: int, running: bool, encoder: int, capped: bool
+        self,
+        tables: list,
+        hit: list,
+        slots: int,
+        after: int,
+        computed: int,
+        running: bool,
+        encoder: int,
+        capped_prompt: int = 0,  # tokens, where the admission cap counts
     ) -> bool:
         needs = [0] * len(self.pools)
         for i, group in enumerate(self.groups):
@@ -366,8 +382,8 @@ class NaiveManager:
                 needs[group.pool] += self._mamba_needs(i, tables[i], hit[i], after, computed, running)
                 continue
             required = group.required(slots, 0 if running else encoder)
-            if capped:
-                required = min(required, group.most_blocks(self.max_in_flight, self.max_model_len))
+            if capped_prompt:
+                required = min(required, group.most_blocks(self.max_in_flight, self.max_model_len, capped_prompt))
             if running:
                 needs[group.pool] += max(required - len(tables[i]), 0)
             else:
@@ -436,6 +452,7 @@ class NaiveManager:
             if group.cross or group.mamba == "none":
                 continue
             table = self.tables[request.request_id][i]
+            num_tokens = min(num_tokens, request.num_prompt + self.shared_answer)
             full = min(num_tokens, len(request.tokens)) // group.block_size
             for column in range(self.cached[request.request_id][i], full):
                 key = request.key((column + 1) * group.block_size)
@@ -451,12 +468,16 @@ class NaiveManager:
             group, table = self.groups[i], self.tables[name][i]
             kept = 0 if group.mamba is None else 1 + group.drafts
             columns = range(group.kept_blocks, min(group.skipped_blocks(settled), len(table) - kept))
+            if group.rswa is not None:
+                first_seen = max(settled - group.rswa + 1, 0) // group.block_size
+                columns = range(ceil(self.prompts[name] / group.block_size), min(first_seen, len(table)))
             self.pools[group.pool].release([table[column] for column in reversed(columns)])
             for column in columns:
                 table[column] = 0
 
     def free(self, name: str) -> None:
         tables = self.tables.pop(name)
+        del self.prompts[name]
         del self.cached[name]
         self.stopped.discard(name)
         for i in self.order:
@@ -481,7 +502,7 @@ class NaiveManager:
         counts = []
         for i, group in enumerate(self.groups):
             count = 0
-            if not group.is_local and not group.cross:
+            if not group.is_local and not group.cross and group.rswa is None:
                 for column, block in enumerate(self.tables[name][i]):
                     if any(len(t[i]) <= column or t[i][column] != block for t in self.tables.values()):
                         break

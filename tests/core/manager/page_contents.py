@@ -225,8 +225,8 @@ class PageContents:
                 for position in range(start, end):
                     block_id = ids[position // manager.block_size]
                     if block_id:  # a window may have passed it before it was written
-                        slot = (*key, tuple(tokens[: position + 1]))
                         self.pages.claim(pool_id, block_id)
+                        slot = self.slot(request, group_id, tokens, position)
                         self.page(pool_id, block_id)[position % manager.block_size] = slot
         self.encoders.discard(request.request_id)
 
@@ -246,9 +246,19 @@ class PageContents:
                 of_group = self.groups_of(request)[group_id][1]
                 assert self.holds(of_group, self.page_of_state(request, group_id, computed), state)
             else:
+                window = manager.kv_cache_spec.rswa_window or computed + 1
                 for position in range(manager.get_num_skipped_tokens(computed), computed):
+                    if request.num_prompt_tokens <= position <= computed - window:
+                        continue
                     slot = self.page(pool_id, ids[position // manager.block_size]).get(position % manager.block_size)
-                    assert slot == (*key, tuple(tokens[: position + 1])), (request, group_id, position)
+                    assert slot == self.slot(request, group_id, tokens, position), (request, group_id, position)
+
+    def slot(self, request: Request, group_id: int, tokens: list[int], position: int) -> tuple[Any, ...]:
+        """What is computed of a token: of those before it, and of the prompt's end where R-SWA hides some of them."""
+        specs = [group.kv_cache_spec for group in self.manager.kv_cache_config.kv_cache_groups]
+        shown = request.num_prompt_tokens + min(spec.rswa_window or len(tokens) for spec in specs)
+        prompt = (request.num_prompt_tokens,) if position >= shown else ()
+        return (group_id, request.cache_salt, tuple(tokens[: position + 1]), *prompt)
 
     def state(self, request: Request, group_id: int, num_tokens: int) -> Any:
         """The recurrent state that the next step of the request reads."""

@@ -307,8 +307,8 @@ class RandomLoads:
                     for place, content in page.items():
                         if place >= manager.block_size:  # of a group with larger blocks in the pool
                             continue
-                        end = column * manager.block_size + place + 1
-                        is_own = content == (group_id, request.cache_salt, tuple(tokens[:end]))
+                        position = column * manager.block_size + place
+                        is_own = content == self.device.slot(request, group_id, tokens, position)
                         assert is_own or (request.request_id, group_id, block_id) in self.partly_loaded, request
 
     def sample_and_end(self) -> None:

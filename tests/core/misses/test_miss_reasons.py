@@ -78,6 +78,9 @@ class RandomMisses(RandomInvalidation):
         reads_encoder = len(self.cacheable) < len(self.naive.groups)
         origins = self.origins.get(first, []) if has_origins and not reads_encoder else []
         lengths, bounds = self.lengths(num_tokens)
+        alike = mine.num_prompt + self.naive.shared_answer + (len(self.naive.groups) > 1) - self.num_dropped
+        lengths = [length for length in lengths if length <= alike]
+        bounds = [max(lengths, default=0), *bounds]
         lacks = {
             (i, length): [self.block(mine, i, end, origins) for end in self.needed(i, length)]
             for i in self.cacheable
@@ -120,12 +123,17 @@ class RandomMisses(RandomInvalidation):
 
     def lengths(self, num_tokens: int) -> tuple[list[int], list[int]]:
         """Lengths that a hit can have; the longest, and the longest without EAGLE, and with the last token."""
-        dropped = max([g.block_size for i in self.cacheable if self.naive._drops(g := self.naive.groups[i])], default=0)
         bounds = []
-        longest = min(num_tokens - (len(self.naive.groups) == 1) - dropped, num_tokens - 1)
+        longest = min(num_tokens - (len(self.naive.groups) == 1) - self.num_dropped, num_tokens - 1)
         for limit in (longest, num_tokens - 1, num_tokens):
             bounds.append(max(range(0, max(limit, 0) + 1, self.alignment)))
         return list(range(self.alignment, bounds[0] + 1, self.alignment)), bounds
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens at the end of a hit, by EAGLE."""
+        groups = [self.naive.groups[i] for i in self.cacheable]
+        return max([group.block_size for group in groups if self.naive._drops(group)], default=0)
 
     def needed(self, i: int, length: int) -> list[int]:
         """Where the blocks end that a hit of the group needs."""
@@ -191,7 +199,7 @@ def test_every_report_is_what_a_search_by_brute_force_says(name: str) -> None:
 
 def test_random_calls_meet_every_reason() -> None:
     met: set[MissReason] = set()
-    for name in ("hybrid_next_step_hits", "full_eagle", "full_cross", "hybrid_retained"):
+    for name in ("hybrid_next_step_hits", "full_eagle", "full_cross", "hybrid_retained", "rswa"):
         calls = RandomMisses(SETUPS[name], 2, 1_000)
         for _ in range(300):
             calls.call()
