@@ -7,7 +7,11 @@ Source:  ARCHITECTURE.md, "Prefill and decode apart"
 from __future__ import annotations
 
 from kvjax.transfer.decode_connector import DecodeConnector
-from kvjax.transfer.peers import Arrival, PageClient, PageServer, Ticket
+from kvjax.transfer.peers.arrival import Arrival
+from kvjax.transfer.peers.key import TransferKey
+from kvjax.transfer.peers.page_client import PageClient
+from kvjax.transfer.peers.page_server import PageServer
+from kvjax.transfer.peers.ticket import Source, Ticket
 from kvjax.transfer.prefill_connector import PrefillConnector
 from kvjax.transfer.request_span import RequestPages, request_pages
 from kvjax.transfer.sent_request import LayerHeader, PageReader, PageWriter, SentHeader, SentRequest
@@ -24,6 +28,8 @@ __all__ = [
     "RequestPages",
     "SentHeader",
     "SentRequest",
+    "Source",
     "Ticket",
+    "TransferKey",
     "request_pages",
 ]

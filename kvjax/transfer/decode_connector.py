@@ -5,15 +5,18 @@ Flow:    Ticket -> [DecodeConnector.expect]; Scheduler, a request is admitted ->
 Source:  the consumer's side of vLLM's connectors (kv_connector/v1/base.py)
 
     expected --admitted--> asked for --arrived--> written --reported--> it runs
-                               |--lost, late or refused--> failed: its tokens are computed here
-                               |--aborted--> dropped: what arrives is not written
+        |                      |--lost, late or refused--> failed: its tokens are computed here
+        |                      |--aborted--> dropped: what arrives is not written
+        |--of another request--> refused: nothing is asked for, its tokens are computed here
 
 A load is written in one step and reported in the next, so its pages are whole before a step attends to them.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,11 +25,16 @@ from kvjax.device import KVPages, Placement
 from kvjax.errors import TransferError
 from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector, WeightsInUse
 from kvjax.transfer.no_tier import NoTier
-from kvjax.transfer.peers import Arrival, PageClient, Ticket
+from kvjax.transfer.peers.arrival import Arrival
+from kvjax.transfer.peers.page_client import PageClient
+from kvjax.transfer.peers.ticket import Ticket
 from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
 from kvjax.transfer.sent_request import PageWriter
 
 PAUSE_S = 5e-4  # between looks at arrivals, in `wait`
+MAX_TICKETS = 65_536  # that are expected; the oldest are forgotten first
+
+logger = logging.getLogger("kvjax.transfer")
 
 
 @dataclass(frozen=True)
@@ -78,12 +86,13 @@ class DecodeConnector:
         """A connector without tickets."""
         self.scheduler = self.worker = self
         self.num_failed = 0  # loads, since the start
+        self.num_refused = 0  # tickets of other tokens, salts or adapters than the request's, since the start
         self._client, self._timeout_s, self._clock = client, timeout_s, clock
         self._placement = Placement.create() if placement is None else placement
         self._ranks = [DecodeRank(self, rank) for rank in range(self._placement.num_data)]
         self._weights_name = self._weights_version = weights_version
         self._bound_writer: PageWriter | None = None  # until an engine has this connector
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: OrderedDict[str, Ticket] = OrderedDict()  # by age
         self._num_loads = 0
         self._start()
 
@@ -94,17 +103,21 @@ class DecodeConnector:
         self._pulling: dict[int, _Pulling] = {}
         self._report = _Report()
 
-    def expect(self, request_id: str, ticket: Ticket) -> None:
-        """The request of this id, which is added next, finds its first `ticket.header.stop` tokens at a peer.
+    def expect(self, request_id: str, ticket: bytes) -> None:
+        """The request of this id, which is added next, finds its first tokens at a peer.
 
         Its prompt begins with the tokens that the peer computed, and has at least one more. A request without a ticket
-        is computed here.
+        is computed here, and so is one whose tokens, salt, adapter or inputs are not those of its ticket.
 
         Raises:
-            ValueError: other layers or weights than this engine's, or there is no engine. Nothing is expected.
+            ValueError: the bytes are no ticket or of another key, of other layers or weights than this engine's, or
+                there is no engine. Nothing is expected.
         """
-        self._writer.check(ticket.header)
-        self._tickets[request_id] = ticket
+        found = self._client.read(ticket)
+        self._writer.check(found.header)
+        self._tickets[request_id] = found
+        while len(self._tickets) > MAX_TICKETS:
+            self._tickets.popitem(last=False)
 
     # -- StepConnector, of all data ranks -----------------------------------------------------------------------------
 
@@ -113,9 +126,15 @@ class DecodeConnector:
         self._start()
         self._bound_writer = PageWriter(manager.kv_cache_config, self._placement, weights_version=self._weights_version)
 
-    def ticket_of(self, request_id: str) -> Ticket | None:
-        """What is expected for a request."""
-        return self._tickets.get(request_id)
+    def ticket_of(self, request: Request) -> Ticket | None:
+        """What is expected for a request; a ticket of something else is dropped."""
+        ticket = self._tickets.get(request.request_id)
+        if ticket is None or self._client.matches(ticket, request):
+            return ticket
+        self.num_refused += 1
+        logger.warning("the ticket of request %r is of other tokens, salt, adapter or inputs", request.request_id)
+        self.drop_ticket(request.request_id)
+        return None
 
     def drop_ticket(self, request_id: str) -> None:
         """The request is computed here, or has ended."""
@@ -176,12 +195,13 @@ class DecodeConnector:
         for load in metadata.starts:
             try:
                 arrival = self._client.pull(load.ticket, self._writer)
-            except (TransferError, ValueError):
-                self._report.failed.add(load.load_id)
+            except Exception as error:  # of whatever kind: it costs this request its load
+                self._fail(load.load_id, error)
             else:
                 self._pulling[load.load_id] = _Pulling(load.pages, arrival, self._clock() + self._timeout_s)
         for load_id in metadata.cancelled:
-            self._pulling.pop(load_id, None)
+            if load_id in self._pulling:
+                self._pulling.pop(load_id).arrival.cancel()
         for load_id, pulling in list(self._pulling.items()):
             if pulling.arrival.is_ready or self._clock() > pulling.deadline_s:
                 del self._pulling[load_id]
@@ -223,10 +243,13 @@ class DecodeConnector:
 
     def reset(self, *, forget: bool = True) -> None:
         """Drops all that is in flight; tickets of requests that were not admitted stay."""
+        for pulling in self._pulling.values():
+            pulling.arrival.cancel()
         self._start()
 
     def close(self) -> None:
-        """Nothing to end: connections last as long as the process."""
+        """Drops all that is in flight; the client is its maker's."""
+        self.reset()
 
     @property
     def _writer(self) -> PageWriter:
@@ -239,13 +262,16 @@ class DecodeConnector:
     def _written(self, pages: KVPages, load_id: int, pulling: _Pulling) -> KVPages:
         """Pages with a load that has arrived, or the same pages and a failure."""
         try:
-            sent = pulling.arrival.wait(0.0)
-        except TransferError:
-            self._report.failed.add(load_id)
-            return pages
-        pages = self._writer.write(pages, pulling.pages, sent)
-        self._report.written[load_id] = 1
+            pages = self._writer.write(pages, pulling.pages, pulling.arrival.wait(0.0))
+        except (TransferError, ValueError) as error:  # no page was written
+            self._fail(load_id, error)
+        else:
+            self._report.written[load_id] = 1
         return pages
+
+    def _fail(self, load_id: int, error: Exception) -> None:
+        logger.warning("a load from a peer failed: %s", error)
+        self._report.failed.add(load_id)
 
 
 class DecodeRank:
@@ -266,7 +292,7 @@ class DecodeRank:
         self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """The tokens of the request's ticket behind its hit."""
-        ticket = self._connector.ticket_of(request.request_id)
+        ticket = self._connector.ticket_of(request)
         if ticket is None or self._manager is None:
             return 0, False
         num_tokens = ticket.header.stop - num_computed_tokens
@@ -279,7 +305,7 @@ class DecodeRank:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Asks for the request's tokens, whose blocks it has."""
-        ticket = self._connector.ticket_of(request.request_id)
+        ticket = self._connector.ticket_of(request)
         if not num_external_tokens or ticket is None or self._manager is None:
             return
         stop = ticket.header.stop

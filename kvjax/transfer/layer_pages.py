@@ -135,8 +135,13 @@ def layers_of(kv_cache_config: KVCacheConfig, placement: Placement) -> tuple[Lay
 
 def padded_ids(page_ids: np.ndarray, rank: int = 0, num_ranks: int = 1) -> np.ndarray:
     """int32[num_ranks, n] page ids of a data rank, filled with -1 up to a power of two, and -1 of the other ranks."""
-    length = 1 << max(page_ids.size - 1, 0).bit_length()
+    length = padded_length(page_ids.size)
     return ids_among_ranks(page_ids, rank, num_ranks, (length,)).reshape(num_ranks, length)
+
+
+def padded_length(num_pages: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(num_pages - 1, 0).bit_length()
 
 
 @partial(jax.jit, static_argnums=1)

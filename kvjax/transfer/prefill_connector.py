@@ -9,6 +9,7 @@ is the first that may write them. So the ticket is there after one more `step()`
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,15 +17,17 @@ from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.device import KVPages, Placement
 from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector, WeightsInUse
 from kvjax.transfer.no_tier import NoTier
-from kvjax.transfer.peers import PageServer, Ticket
+from kvjax.transfer.peers.page_server import PageServer
 from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
 from kvjax.transfer.sent_request import PageReader
+
+MAX_TICKETS = 4096  # that nobody has taken
 
 
 class _Ended(NamedTuple):
     """A request whose pages are to be read."""
 
-    request_id: str
+    request: Request
     pages: RequestPages
 
 
@@ -39,22 +42,21 @@ class PrefillConnector:
     def __init__(
         self,
         server: PageServer,  # offers what requests leave
-        num_receivers: int = 1,  # parts that the decode side's KV heads are split into
         *,
         placement: Placement | None = None,  # of the engine's pages; None: one device
         weights_version: str = "",  # a name for the weights, taken at its word; empty: a digest of them is computed
     ) -> None:
         """A connector without tickets."""
         self.scheduler = self.worker = self
-        self._server, self._num_receivers = server, num_receivers
+        self._server = server
         self._placement = Placement.create() if placement is None else placement
         self._ranks = [PrefillRank(self, rank) for rank in range(self._placement.num_data)]
         self._weights_name = self._weights_version = weights_version
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: OrderedDict[str, bytes] = OrderedDict()  # by age
         self._ended: list[_Ended] = []
 
-    def take_ticket(self, request_id: str) -> Ticket:
-        """The ticket of a request that ended before the last step; it is forgotten here.
+    def take_ticket(self, request_id: str) -> bytes:
+        """The signed ticket of a request that ended before the last step; it is forgotten here.
 
         Raises:
             KeyError: the request has no ticket: it has not ended, was taken already, or no step ran since.
@@ -79,9 +81,9 @@ class PrefillConnector:
         self._ended = []
         self._reader = PageReader(manager.kv_cache_config, self._placement, weights_version=self._weights_version)
 
-    def add_ended(self, request_id: str, pages: RequestPages) -> None:
+    def add_ended(self, request: Request, pages: RequestPages) -> None:
         """A request's pages are to be read before the next step."""
-        self._ended.append(_Ended(request_id, pages))
+        self._ended.append(_Ended(request, pages))
 
     # -- WorkerConnector --------------------------------------------------------------------------------------------
 
@@ -95,9 +97,11 @@ class PrefillConnector:
         return pages
 
     def start_load_kv(self, pages: KVPages, metadata: Sequence[_Ended]) -> KVPages:
-        """Reads what ended, and offers it."""
-        for request_id, table in metadata:
-            self._tickets[request_id] = self._server.offer(self._reader.read(pages, table), self._num_receivers)
+        """Reads what ended, and offers it. Of tickets that nobody takes the newest are kept."""
+        for request, table in metadata:
+            self._tickets[request.request_id] = self._server.offer(self._reader.read(pages, table), request)
+            while len(self._tickets) > MAX_TICKETS:
+                self._tickets.popitem(last=False)
         return pages
 
     def get_finished(self) -> ConnectorOutput:
@@ -132,7 +136,7 @@ class PrefillConnector:
         self._ended = []
 
     def close(self) -> None:
-        """Nothing to end: offers last as long as the process."""
+        """Nothing to end: the server is its maker's."""
 
 
 class PrefillRank:
@@ -169,7 +173,7 @@ class PrefillRank:
         if request.num_computed_tokens > num_tokens and self._has_states:
             return  # a step in flight moves the state on
         pages = request_pages(self._manager, request.row, 0, num_tokens, self._rank)
-        self._connector.add_ended(request.request_id, pages)
+        self._connector.add_ended(request, pages)
 
     def build_connector_meta(self) -> Sequence[_Ended]:
         """As of the connector."""

@@ -27,8 +27,10 @@ from kvjax.device.pages.kv_pages import KVPages
 from kvjax.device.pages.rank_pages import part_of_rank
 from kvjax.transfer.entries import Arrays
 from kvjax.transfer.entry_map import NOT_SENT, ReceivedPages, SentPages, received_pages, sent_pages
-from kvjax.transfer.layer_pages import LayerPages, layers_of, padded_ids, read_entries, write_entries
+from kvjax.transfer.head_part import ALL, HeadPart
+from kvjax.transfer.layer_pages import LayerPages, layers_of, padded_ids, padded_length, read_entries, write_entries
 from kvjax.transfer.request_span import RequestPages, check_tables
+from pallas_kernels.layouts import cdiv
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ class LayerHeader:
     dtypes: tuple[str, ...]
     num_entries: int  # of all pages sent, padding included
     entries_per_page: int
-    num_shards: int  # of the sender, that the entries' heads are split over
-    has_heads: bool  # else every device holds the whole
+    has_heads: bool  # they may be split over devices; else every device holds the whole
     columns: tuple[int, ...]  # of the sender's block table
 
 
@@ -109,9 +110,14 @@ class PageWriter:
         self._layers = {layer.name: layer for layer in layers_of(kv_cache_config, placement)}
 
     @property
-    def num_shards(self) -> int:
-        """Parts that the KV heads are split into."""
-        return self._placement.num_shards
+    def head_part(self) -> HeadPart:
+        """The heads that this process's devices hold."""
+        mesh, axis = self._placement.mesh, self._placement.head_axis
+        if axis is None:
+            return ALL
+        places = np.argwhere(np.vectorize(lambda device: device.process_index)(mesh.devices) == jax.process_index())
+        own = places[:, mesh.axis_names.index(axis)]
+        return HeadPart(int(own.min()), int(own.max()) + 1, self._placement.num_shards)
 
     def check(self, header: SentHeader) -> None:
         """Raises ValueError unless entries of this header are those of the deployment's layers and weights."""
@@ -127,6 +133,23 @@ class PageWriter:
             raise ValueError(
                 f"{len(differ)} layers differ; layer {name!r}: expected entries {own.get(name, 'none')}, got "
                 f"{sent.get(name, 'none')}; both sides need the same model and cache dtype"
+            )
+        for layer in header.layers:
+            self._check_layer(layer, header.stop)
+
+    def _check_layer(self, header: LayerHeader, stop: int) -> None:
+        """Raises ValueError unless a layer's numbers are such as `PageReader` makes them."""
+        layer = self._layers[header.name]
+        spec = self._config.kv_cache_groups[layer.group_id].spec_of(layer.column)
+        num_entries = 1 if spec.state_pages is not None else stop // spec.tokens_per_state
+        end = cdiv(num_entries, header.entries_per_page)
+        bounded = np.array([-1, *header.columns, end], np.int64)
+        expected = padded_length(len(header.columns)) * header.entries_per_page
+        is_rising = bool((np.diff(bounded) > 0).all())
+        if not is_rising or header.num_entries != expected or header.has_heads != layer.has_heads:
+            raise ValueError(
+                f"layer {header.name!r}: expected rising columns below {end}, {expected} entries and has_heads "
+                f"{layer.has_heads}, got {len(bounded) - 2} columns, {header.num_entries} and {header.has_heads}"
             )
 
     def shardings(self, header: SentHeader) -> tuple[tuple[NamedSharding, ...], ...]:
@@ -230,7 +253,6 @@ def _header(layer: LayerPages, sent: SentPages, num_entries: int) -> LayerHeader
         layer.dtypes,
         num_entries,
         layer.entries_per_page,
-        layer.num_shards if layer.has_heads else 1,
         layer.has_heads,
         tuple(sent.columns.tolist()),
     )

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from kvjax.core import Request
 from kvjax.device import Placement
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
 from kvjax.engine.front.engine_weights import EngineWeights
@@ -25,12 +26,16 @@ from kvjax.transfer import (
     PageWriter,
     PrefillConnector,
     SentRequest,
+    Source,
     Ticket,
+    TransferKey,
 )
+from kvjax.transfer.peers.content import content_code
 from tests.engine.engines import assert_no_leak
 from tests.models.golden_models import Golden, goldens_of, model_folder
 
 NUM_TOKENS = 8
+KEY = TransferKey.generate()
 
 
 def config_of(block_size: int, max_num_batched_tokens: int = 64, *, in_slabs: bool = False) -> EngineConfig:
@@ -69,11 +74,10 @@ class Pair:
         models = {mesh: load_model(model_folder(name), "float32", mesh) for mesh in set(meshes)}
         first, second = (Placement.create(mesh) for mesh in meshes)
         self.goldens = {f"r{i}": golden for i, golden in enumerate(goldens_of(name))}
-        self.source = PrefillConnector(
-            server or PageServer(), placement=first, num_receivers=second.num_shards, weights_version="1"
-        )
+        self.source = PrefillConnector(server or PageServer(KEY), placement=first, weights_version="1")
         self.late_s = self.seconds_a_look = 0.0  # by which the decode side's clock is ahead, and gets ahead
-        self.target = DecodeConnector(client or PageClient(), placement=second, weights_version="1", clock=self.clock)
+        self.client = client or PageClient(KEY)
+        self.target = DecodeConnector(self.client, placement=second, weights_version="1", clock=self.clock)
         self.prefill = LLMEngine(
             models[meshes[0]],
             config_of(8, max_num_batched_tokens, in_slabs=in_slabs[0]),
@@ -141,7 +145,9 @@ def test_what_one_computes_the_other_decodes(name: str, in_slabs: tuple[bool, bo
     pair.decode.reset()
     pair.compute_prompts()
     for request_id, golden in pair.goldens.items():
-        pair.target.expect(request_id, replace(pair.source.take_ticket(request_id), uuid=10_000))
+        ticket = Ticket.from_bytes(pair.source.take_ticket(request_id), KEY)
+        silent = Source("192.0.2.1:1", ticket.sources[0].offer)  # TEST-NET-1: nobody is there
+        pair.target.expect(request_id, replace(ticket, sources=(silent,)).to_bytes(KEY))
         pair.add(request_id, golden)
     pair.seconds_a_look = 40.0
     pair.decode.step()
@@ -160,7 +166,8 @@ def test_a_page_whose_sender_had_released_a_part_is_no_hit() -> None:
     first = drained(pair.prefill)["a"].output_token_ids
     pair.prefill.step()
     ticket = pair.source.take_ticket("a")
-    assert {min(layer.columns) * layer.entries_per_page for layer in ticket.header.layers} == {0, 72 - window}
+    header = Ticket.from_bytes(ticket, KEY).header
+    assert {min(layer.columns) * layer.entries_per_page for layer in header.layers} == {0, 72 - window}
     pair.target.expect("a", ticket)
     pair.decode.add_request([*prompt, *first], one, request_id="a")
     drained(pair.decode)
@@ -179,9 +186,8 @@ def test_a_connector_of_another_mesh_is_refused() -> None:
 
 def test_a_connector_without_an_engine_expects_nothing() -> None:
     peer: Any = FaultyPeer(0)
-    ticket: Any = None
     with pytest.raises(ValueError, match=r"got one of none; make LLMEngine\(connector=\.\.\.\)"):
-        DecodeConnector(peer).expect("a", ticket)
+        DecodeConnector(peer).expect("a", b"")
 
 
 class FaultyPeer:
@@ -192,16 +198,24 @@ class FaultyPeer:
         self.offered: list[SentRequest] = []
         self.num_faults = 0
 
-    def offer(self, sent: SentRequest, num_receivers: int) -> Ticket:
+    def offer(self, sent: SentRequest, request: Request) -> bytes:
+        source = Source("here:1", len(self.offered).to_bytes(16, "big"))
         self.offered.append(sent)
-        return Ticket("here", len(self.offered) - 1, num_receivers, sent.header)
+        return Ticket((source,), content_code(KEY, request, sent.header.stop), sent.header).to_bytes(KEY)
+
+    def read(self, ticket: bytes) -> Any:
+        return Ticket.from_bytes(ticket, KEY) if ticket else None
+
+    def matches(self, ticket: Ticket, request: Request) -> bool:
+        return content_code(KEY, request, ticket.header.stop) == ticket.content
 
     def pull(self, ticket: Ticket, writer: PageWriter) -> FaultyArrival:
         fault = self.rng.choice(["", "refused", "lost", "hangs"], p=[0.4, 0.2, 0.2, 0.2])
         self.num_faults += fault != ""
         if fault == "refused":
             raise TransferError("nobody is there")
-        return FaultyArrival(self.offered[ticket.uuid], fault, int(self.rng.integers(4)))
+        sent = self.offered[int.from_bytes(ticket.sources[0].offer, "big")]
+        return FaultyArrival(sent, fault, int(self.rng.integers(4)))
 
 
 class FaultyArrival:
@@ -219,6 +233,9 @@ class FaultyArrival:
         if self.fault:
             raise TransferError("it is lost")
         return self.sent
+
+    def cancel(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
@@ -261,7 +278,7 @@ def test_random_faults_and_aborts_change_no_token_and_leak_no_block(seed: int) -
 
 def test_a_request_without_a_ticket_is_told_what_to_do() -> None:
     with pytest.raises(KeyError, match=r"request 'a' has no ticket; run a step\(\) after its end"):
-        PrefillConnector(PageServer()).take_ticket("a")
+        PrefillConnector(PageServer(KEY)).take_ticket("a")
 
 
 def test_a_ticket_of_another_model_or_of_other_weights_is_refused() -> None:
@@ -270,15 +287,15 @@ def test_a_ticket_of_another_model_or_of_other_weights_is_refused() -> None:
     graph, state = nnx.split(long.module)
     updated = nnx.merge(graph, jax.tree.map(lambda array: array * 2, state))
     settings = {"num_blocks": 80, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_buckets": 1}
-    source = PrefillConnector(PageServer())
+    source = PrefillConnector(PageServer(KEY))
     prefill = LLMEngine(long, EngineConfig(max_model_len=136, **settings), connector=source)
-    targets = [DecodeConnector(PageClient()) for _ in range(2)]
+    targets = [DecodeConnector(PageClient(KEY)) for _ in range(2)]
     same, other = (
         LLMEngine(model, EngineConfig(max_model_len=length, **settings), connector=target)
         for model, length, target in zip((long, short), (136, 32), targets, strict=True)
     )
 
-    def ticket() -> Ticket:
+    def ticket() -> bytes:
         request_id = prefill.add_request([1, 2, 3], SamplingParams(max_tokens=1))
         drained(prefill)
         prefill.step()

@@ -14,29 +14,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from itertools import islice
-from typing import Protocol
 
-from kvjax.core import KVCacheBlocks, KVCacheManager, Request
+from kvjax.core import KVCacheBlocks, KVCacheManager
 from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
 from kvjax.engine.scheduling.admission import Admission
+from kvjax.engine.scheduling.guarded_connector import GuardedConnector
 from kvjax.engine.scheduling.running_inputs import RunningInputs
 
 ASK_AHEAD = 16  # requests behind one that waits for an answer
-
-
-class LoadConnector(Protocol):
-    """What the scheduler asks of a connector: the scheduler's side of `kvjax.tiers.connector`."""
-
-    def get_num_new_matched_tokens(
-        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded behind a hit; None: ask in the next step."""
-
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The request has blocks for them."""
-
-    def request_finished(self, request: Request) -> None:
-        """The request gives its blocks up: it has ended, or is preempted while it loads."""
 
 
 class LoadStart(enum.Enum):
@@ -52,7 +37,7 @@ class LoadingRequests:
     """Loads of one scheduler, which owns it."""
 
     def __init__(
-        self, manager: KVCacheManager, connector: LoadConnector, admission: Admission, inputs: RunningInputs
+        self, manager: KVCacheManager, connector: GuardedConnector, admission: Admission, inputs: RunningInputs
     ) -> None:
         self.loaded: list[EngineRequest] = []  # may run; they own rows still
         self._loading: dict[str, EngineRequest] = {}
@@ -104,9 +89,10 @@ class LoadingRequests:
     def end(self, loaded: Iterable[str], failed: Iterable[str]) -> list[EngineRequest]:
         """Loads have ended: blocks that are loaded are hits; the requests whose load failed, which wait again.
 
-        Requests of other data ranks are passed over.
+        Requests of other data ranks are passed over. Loads that the connector could not begin have failed, too.
         """
-        for request_id in filter(self._loading.__contains__, loaded):
+        failed = {**dict.fromkeys(failed), **dict.fromkeys(self._connector.take_broken())}
+        for request_id in filter(self._loading.__contains__, (one for one in loaded if one not in failed)):
             one = self._loading.pop(request_id)
             self._manager.cache_blocks(one.request, one.request.num_computed_tokens)
             self.loaded.append(one)
@@ -118,6 +104,10 @@ class LoadingRequests:
             one.has_failed_load = True
             waiting.append(one)
         return waiting
+
+    def fail_all(self) -> list[EngineRequest]:
+        """All loads have failed; the requests wait again."""
+        return self.end((), list(self._loading))
 
     def take_loaded(self) -> list[EngineRequest]:
         """Takes out the requests that may run."""
@@ -143,4 +133,4 @@ class LoadingRequests:
         self._admission.refusal = None
 
 
-__all__ = ["LoadConnector", "LoadStart", "LoadingRequests"]
+__all__ = ["LoadStart", "LoadingRequests"]

@@ -49,7 +49,8 @@ from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
 from kvjax.engine.requests.outputs import FinishReason
 from kvjax.engine.scheduling.admission import Admission
 from kvjax.engine.scheduling.draft_shares import DraftShares
-from kvjax.engine.scheduling.loading import LoadConnector, LoadingRequests, LoadStart
+from kvjax.engine.scheduling.guarded_connector import GuardedConnector, LoadConnector
+from kvjax.engine.scheduling.loading import LoadingRequests, LoadStart
 from kvjax.engine.scheduling.running_inputs import RunningInputs
 from kvjax.engine.scheduling.running_rows import RunningRows
 from kvjax.engine.scheduling.scheduled_step import NewTokens, NextStep, ScheduledStep
@@ -104,8 +105,9 @@ class Scheduler:
         self._delivery = TokenDelivery(manager, self._by_row, drafter, self._finish)
         self._flights = StepsInFlight(manager.request_table)  # started and not updated
         self._admission = Admission(manager, config.watermark)
-        self._connector = connector
-        self._loads = None if connector is None else LoadingRequests(manager, connector, self._admission, self.inputs)
+        guarded = None if connector is None else GuardedConnector(connector)
+        self._connector = guarded
+        self._loads = None if guarded is None else LoadingRequests(manager, guarded, self._admission, self.inputs)
         self._manager = manager
         self._table = manager.request_table
         self._config = config
@@ -290,6 +292,11 @@ class Scheduler:
     def end_loads(self, loaded: Iterable[str], failed: Iterable[str]) -> None:
         """Requests whose load has ended: they run from the next step on, or wait again to be computed."""
         for engine_request in () if self._loads is None else self._loads.end(loaded, failed):
+            self._waiting.put_back(engine_request)
+
+    def fail_loads(self) -> None:
+        """No load comes any more: its request waits, to be computed."""
+        for engine_request in () if self._loads is None else self._loads.fail_all():
             self._waiting.put_back(engine_request)
 
     def check_invariants(self) -> None:

@@ -160,13 +160,10 @@ class EngineCore:
             return loop.deliver()
         connector = self.connector
         if connector is not None:
-            loop.scheduler.end_loads(*connector.scheduler.update_connector_output(connector.worker.get_finished()))
+            self._ask(connector, self._end_loads)
         step = loop.begin_step()
         if connector is not None:
-            metadata = connector.scheduler.build_connector_meta()
-            if self._agreement is not None:
-                self._agreement.note_transfers(metadata)
-            runner.pages = connector.worker.start_load_kv(runner.pages, metadata)
+            self._ask(connector, self._start_loads)
         if step is not None:
             if self._agreement is not None:
                 self._agreement.note(step)
@@ -177,6 +174,32 @@ class EngineCore:
         if connector is not None and step is None and loop.scheduler.num_unfinished:
             connector.worker.wait()
         return NO_OUTPUTS
+
+    def _end_loads(self, connector: KVConnector) -> None:
+        output = connector.worker.get_finished()
+        self.loop.scheduler.end_loads(*connector.scheduler.update_connector_output(output))
+
+    def _start_loads(self, connector: KVConnector) -> None:
+        metadata = connector.scheduler.build_connector_meta()
+        if self._agreement is not None:
+            self._agreement.note_transfers(metadata)
+        self.runner.pages = connector.worker.start_load_kv(self.runner.pages, metadata)
+
+    def _ask(self, connector: KVConnector, question: Callable[[KVConnector], None]) -> None:
+        """Asks the connector. If it raises, and the pages are there, its loads have failed, and the cache stays.
+
+        Among processes the step is broken off: the others' connectors may not have raised.
+        """
+        try:
+            question(connector)
+        except Exception:
+            if self._agreement is not None or not self.runner.has_pages:
+                raise
+            logger.exception("a connector raised; what it was loading is computed here")
+            connector.reset()
+            for rank, manager in enumerate(self.loop.managers):
+                connector.of_rank(rank).scheduler.bind_kv_cache_manager(manager)
+            self.loop.scheduler.fail_loads()
 
     def _begin(self) -> None:
         """A change begins. Its caller has the outputs of the step before."""

@@ -202,6 +202,11 @@ class ModelRunner:
         self._embeds = self._make_embed_buffer()
         self._sampler = self._make_sampler_state()
 
+    @property
+    def has_pages(self) -> bool:
+        """Whether no page array was given away to a program that then failed."""
+        return not any(array.is_deleted() for array in jax.tree.leaves(self.pages))
+
     def release_pages(self) -> None:
         """Frees the pages' memory; nothing is in flight. No step runs before `make_pages`."""
         free_arrays(self.pages)

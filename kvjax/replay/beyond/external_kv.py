@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvjax.engine.scheduling.loading import LoadConnector
+from kvjax.engine.scheduling.guarded_connector import LoadConnector
 from kvjax.tiers.connector import LoadResults
 
 

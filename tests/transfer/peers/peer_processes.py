@@ -1,4 +1,4 @@
-"""One side of a transfer, as a process: `peer_processes.py send|receive`, devices by XLA_FLAGS.
+"""One side of a transfer, as a process: `peer_processes.py send|receive`, devices by XLA_FLAGS, the key by environment.
 
 The sender prints two tickets, a line each, and waits to be killed. The receiver reads them, pulls the first one, and
 compares the pages with those of the same tokens written here. It prints `READY`, waits for a line, and pulls the second
@@ -11,15 +11,16 @@ import sys
 
 import chex
 import jax
+import numpy as np
 import pytest
 
+from kvjax.core import Request
 from kvjax.device import Placement
 from kvjax.errors import TransferError
-from kvjax.transfer import PageClient, PageReader, PageServer, PageWriter, RequestPages, Ticket
+from kvjax.transfer import PageClient, PageReader, PageServer, PageWriter, RequestPages, TransferKey
 from tests.transfer.worlds import Dense, config_of, nan_pages, specs, tables, written
 
 NUM_TOKENS = 13  # the window's sender keeps what the receiver does: from token 4 on
-RECEIVERS = 2
 READY = "ready"
 
 
@@ -31,21 +32,21 @@ def send() -> None:
     dense = Dense.random(layers, NUM_TOKENS, 0)
     pages = written(config, nan_pages(config, placement), request, dense, range(NUM_TOKENS))
     sent = PageReader(config, placement, weights_version="7").read(pages, request)
-    server = PageServer()
+    server = PageServer(TransferKey.from_environment())
     for _ in range(2):
-        print(server.offer(sent, RECEIVERS).to_bytes().hex(), flush=True)
+        print(server.offer(sent, Request("a", np.arange(NUM_TOKENS))).hex(), flush=True)
     sys.stdin.read()
 
 
 def receive() -> None:
-    assert len(jax.devices()) == RECEIVERS
-    placement = Placement.over_heads(RECEIVERS)
+    placement = Placement.over_heads(len(jax.devices()))
     layers = specs(8)
     config = config_of(layers, "tpu")
     request = RequestPages(tables(layers, NUM_TOKENS, 2), 0, NUM_TOKENS)
     writer = PageWriter(config, placement, weights_version="7")
-    client = PageClient()
-    tickets = [Ticket.from_bytes(bytes.fromhex(input())) for _ in range(2)]
+    client = PageClient(TransferKey.from_environment())
+    tickets = [client.read(bytes.fromhex(input())) for _ in range(2)]
+    assert client.matches(tickets[0], Request("b", np.arange(NUM_TOKENS + 1)))
     pages = writer.write(nan_pages(config, placement), request, client.pull(tickets[0], writer).wait())
     dense = Dense.random(layers, NUM_TOKENS, 0)
     expected = written(config, nan_pages(config), request, dense, range(NUM_TOKENS))
@@ -53,7 +54,7 @@ def receive() -> None:
     chex.assert_trees_all_equal(jax.device_get(pages.pools[2:]), jax.device_get(expected.pools[2:]))
     print(READY, flush=True)
     input()
-    with pytest.raises(TransferError, match="tokens 0 to 13 did not arrive from 127"):
+    with pytest.raises(TransferError, match="tokens 0 to 13 did not arrive: 127"):
         client.pull(tickets[1], writer).wait(20)
 
 

@@ -1,0 +1,1 @@
+"""Requests sent from one process to another: signed tickets, and entries over mutually authenticated TLS."""

@@ -1,0 +1,230 @@
+"""The receiving side: reads tickets, and pulls what they name from peers that have the key.
+
+Flow:    ticket (bytes) -> [PageClient.read] -> Ticket -> [PageClient.pull] -> Arrival -> PageWriter.write
+
+Bytes are received by threads of this client, which also move them to the devices; the engine's thread only looks. A
+peer that dies, is silent or sends too little makes the arrival raise `TransferError`: no page was written, and the
+tokens are computed here. What failed is closed, so that the next pull connects anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core import Request
+from kvjax.errors import TransferError
+from kvjax.extras import require_extra
+from kvjax.transfer.head_part import HEADS, HeadPart, overlap
+from kvjax.transfer.peers.arrival import Arrival
+from kvjax.transfer.peers.breaker import Breaker
+from kvjax.transfer.peers.certificates import PEER_NAME, channel_credentials
+from kvjax.transfer.peers.content import content_code
+from kvjax.transfer.peers.key import TransferKey
+from kvjax.transfer.peers.ticket import Source, Ticket
+from kvjax.transfer.peers.wire import PULL, RELEASE, Filler, PullRequest, channel_options
+from kvjax.transfer.sent_request import PageWriter, SentHeader, SentRequest
+
+RELEASE_TIMEOUT_S = 5.0
+
+logger = logging.getLogger("kvjax.transfer")
+
+
+@dataclass
+class _Calls:
+    """The calls of one pull that are under way, to be broken off."""
+
+    is_cancelled: bool = False
+    calls: list[Any] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cancel(self) -> None:
+        with self.lock:
+            self.is_cancelled = True
+            for call in self.calls:
+                call.cancel()
+
+    def add(self, call: Any) -> None:
+        with self.lock:
+            self.calls.append(call)
+            if self.is_cancelled:
+                call.cancel()
+
+
+class PageClient:
+    """Pulls entries for one process. Any thread may call."""
+
+    def __init__(
+        self,
+        key: TransferKey,  # that its peers have
+        *,
+        timeout_s: float = 60.0,  # of a pull, from its beginning to its last byte
+        max_pulls: int = 4,  # at a time; more wait
+    ) -> None:
+        """A client without connections.
+
+        Raises:
+            ValueError: a limit is not positive.
+            MissingExtraError: grpcio or cryptography is not installed.
+        """
+        if not (timeout_s > 0 and max_pulls > 0):
+            raise ValueError(f"expected positive limits, got {timeout_s=} and {max_pulls=}")
+        self._grpc: Any = require_extra("grpc", "transfer", "a transfer between processes")
+        self._key, self._timeout_s = key, timeout_s
+        self._credentials = channel_credentials(self._grpc, key)
+        self._channels: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._breaker = Breaker()
+        self._threads = ThreadPoolExecutor(max_pulls, thread_name_prefix="kvjax-pull")
+
+    def read(self, ticket: bytes) -> Ticket:
+        """What a ticket says.
+
+        Raises:
+            ValueError: it is none, or was not signed with this client's key.
+        """
+        return Ticket.from_bytes(ticket, self._key)
+
+    def matches(self, ticket: Ticket, request: Request) -> bool:
+        """Whether a ticket is of a request's first tokens, with its salt, adapter and inputs."""
+        stop = ticket.header.stop
+        return stop <= request.num_tokens and content_code(self._key, request, stop) == ticket.content
+
+    def pull(self, ticket: Ticket, writer: PageWriter) -> Arrival:
+        """Begins to fetch a request's entries for the pages of `writer`; returns at once.
+
+        Raises:
+            ValueError: other layers or weights, or a field that cannot be. Nothing is asked for.
+            TransferError: a peer of the ticket has failed several times in a row, a moment ago.
+        """
+        writer.check(ticket.header)
+        for source in ticket.sources:
+            self._breaker.check(source.address)
+        calls = _Calls()
+        future = self._threads.submit(self._fetch, ticket, writer, calls)
+        return Arrival(ticket, future, calls.cancel)
+
+    def close(self) -> None:
+        """Closes connections; pulls under way fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for address in list(self._channels):
+            self._disconnect(address)
+
+    def _fetch(self, ticket: Ticket, writer: PageWriter, calls: _Calls) -> SentRequest:
+        """On a thread: all entries, on the devices that the pages of `writer` lie on."""
+        part = writer.head_part
+        arrays = _empty(ticket.header, part)
+        for place, source in enumerate(ticket.sources):
+            share = HeadPart(place, place + 1, len(ticket.sources))
+            into = [
+                array if heads is None else _of_share(array, heads, share, part)
+                for array, heads in arrays
+                if heads is not None or place == 0
+            ]
+            self._receive(source, PullRequest(source.offer, part, place == 0), into, calls)
+        return _on_devices(ticket.header, arrays, writer, part)
+
+    def _receive(self, source: Source, wanted: PullRequest, arrays: Sequence[np.ndarray], calls: _Calls) -> None:
+        """Fills arrays with what a source has of them."""
+        own = [np.empty(array.shape, array.dtype) if not array.flags.c_contiguous else array for array in arrays]
+        if not any(array.size for array in own):
+            return
+        filler = Filler(own)
+        channel = self._channel(source.address)
+        try:
+            stream = channel.unary_stream(PULL)(wanted.to_bytes(), timeout=self._timeout_s)
+            calls.add(stream)
+            for message in stream:
+                filler.add(message)
+            filler.end()
+        except (self._grpc.RpcError, ValueError) as error:
+            raise self._failed(source, error, is_cancelled=calls.is_cancelled) from error
+        self._breaker.succeeded(source.address)
+        for array, received in zip(arrays, own, strict=True):
+            if received is not array:
+                array[...] = received
+        release = channel.unary_unary(RELEASE).future(source.offer, timeout=RELEASE_TIMEOUT_S)
+        release.add_done_callback(_log_release)  # which also keeps the call alive: one that is collected is cancelled
+
+    def _failed(self, source: Source, error: Exception, *, is_cancelled: bool) -> TransferError:
+        """What a caller is told. A connection that may be at fault is closed."""
+        codes = self._grpc.StatusCode
+        code = error.code() if isinstance(error, self._grpc.RpcError) else None
+        details = str(error) if code is None else f"{code.name}: {error.details()}"  # type: ignore[attr-defined]
+        if not is_cancelled and code not in (codes.NOT_FOUND, codes.INVALID_ARGUMENT):
+            self._breaker.failed(source.address)
+            self._disconnect(source.address)
+        return TransferError(f"{source.address}: {details}")
+
+    def _channel(self, address: str) -> Any:
+        """The connection to a peer, or a new one."""
+        with self._lock:
+            if address not in self._channels:
+                options = channel_options(PEER_NAME)
+                self._channels[address] = self._grpc.secure_channel(address, self._credentials, options=options)
+            return self._channels[address]
+
+    def _disconnect(self, address: str) -> None:
+        with self._lock:
+            channel = self._channels.pop(address, None)
+        if channel is not None:
+            channel.close()
+
+
+Empty = tuple[np.ndarray, range | None]  # an array, and which heads it has
+
+
+def _empty(header: SentHeader, part: HeadPart) -> list[Empty]:
+    """An array for each one of the header, with the heads of this process."""
+    arrays: list[Empty] = []
+    for layer in header.layers:
+        for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True):
+            heads = part.heads(shape[0]) if layer.has_heads else None
+            own = shape if heads is None else (len(heads), *shape[1:])
+            arrays.append((np.empty((layer.num_entries, *own), jnp.dtype(dtype)), heads))
+    return arrays
+
+
+def _of_share(array: np.ndarray, heads: range, share: HeadPart, part: HeadPart) -> np.ndarray:
+    """The view of an array with `heads` that a source with a share of all heads fills."""
+    num_heads = len(heads) * part.num_parts // (part.stop - part.first)
+    both = overlap(heads, share.heads(num_heads))
+    return array[:, both.start - heads.start : max(both.start, both.stop) - heads.start]
+
+
+def _on_devices(header: SentHeader, arrays: list[Empty], writer: PageWriter, part: HeadPart) -> SentRequest:
+    """Arrays of all entries where `writer` wants them."""
+    rest = iter(arrays)
+    placed = []
+    for layer, shardings in zip(header.layers, writer.shardings(header), strict=True):
+        found = []
+        for shape, sharding in zip(layer.shapes, shardings, strict=True):
+            array, heads = next(rest)
+            piece = partial(_piece, array, 0 if heads is None else heads.start)
+            found.append(jax.make_array_from_callback((layer.num_entries, *shape), sharding, piece))
+        placed.append(tuple(found))
+    return SentRequest(header, tuple(placed))
+
+
+def _log_release(release: Any) -> None:
+    if release.code().value[0]:
+        logger.info("an offer was not released and will expire: %s", release.details())
+
+
+def _piece(array: np.ndarray, first: int, index: tuple[slice, ...] | None) -> np.ndarray:
+    """What a device holds of an array whose heads begin with `first`."""
+    assert index is not None
+    start, stop, _ = index[HEADS].indices(first + array.shape[HEADS])
+    return array[:, start - first : stop - first]
+
+
+__all__ = ["PageClient"]
