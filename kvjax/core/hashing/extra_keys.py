@@ -35,6 +35,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.core.tables.given_values import as_count, as_text, shown
+
 
 @dataclass(frozen=True)
 class LoRARequest:
@@ -49,11 +51,14 @@ class LoRARequest:
     adapter_id: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.name:
+        if not as_text("a LoRA name", self.name):
             raise ValueError("expected a LoRA name that is not empty")
+        as_text("a LoRA path", self.path)
         number = self.adapter_id
         if number is not None and (type(number) is not int or not 0 < number < 2**63):
-            raise ValueError(f"expected a LoRA adapter_id that is an integer in [1, 2**63), or None, got {number!r}")
+            raise ValueError(
+                f"expected a LoRA adapter_id that is an integer in [1, 2**63), or None, got {shown(number)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,9 @@ class MultiModalFeature:
     length: int
 
     def __post_init__(self) -> None:
-        if self.offset < 0 or self.length < 1:
-            raise ValueError(f"expected offset >= 0 and length >= 1, got {self.offset} and {self.length}")
+        as_text("an item's identifier", self.identifier)
+        object.__setattr__(self, "offset", as_count("offset", self.offset))
+        object.__setattr__(self, "length", as_count("length", self.length, 1))
 
     @property
     def end(self) -> int:
@@ -144,12 +150,16 @@ class ExtraKeys:
         offsets = [offset for offset, _, _ in self._items]
         if offsets != sorted(offsets):
             raise ValueError(f"expected mm_features sorted by offset, got {offsets}")
-        if cache_salt is not None and not cache_salt:
+        if cache_salt is not None and not as_text("cache_salt", cache_salt):
             raise ValueError("expected a cache_salt that is not empty; pass None for no salt")
-        if weight_version is not None and (
-            isinstance(weight_version, bool) or not isinstance(weight_version, int | str)
+        if isinstance(weight_version, str):
+            as_text("weight_version", weight_version)
+        elif weight_version is not None and (
+            isinstance(weight_version, bool) or not isinstance(weight_version, int) or abs(weight_version) >= 2**63
         ):
-            raise ValueError(f"expected a weight_version that is an integer or text, got {weight_version!r}")
+            raise ValueError(
+                f"expected a weight_version that is an integer of 64 bits or text, got {shown(weight_version)}"
+            )
         self._lora = lora
         self._cache_salt = cache_salt
         self._weight_version = weight_version

@@ -24,12 +24,14 @@ from kvjax.core.hashing.block_origin import BlockOrigin
 from kvjax.core.hashing.extra_keys import DEFAULT_EXTRA_KEY_STYLE, ExtraKeys, LoRARequest, MultiModalFeature
 from kvjax.core.requests.token_ids import as_token_ids
 from kvjax.core.tables.given_arrays import read_only
+from kvjax.core.tables.given_values import as_count, as_items, as_text, shown
 
 if TYPE_CHECKING:
     from kvjax.core.requests.request_table import RequestTable
 
 NO_ROW = -1
 NO_ORIGIN = BlockOrigin()
+MAX_ITEMS = 1 << 20
 MAX_CHECKPOINTS = 64  # each may cost a step of its own, and a state
 
 
@@ -92,17 +94,20 @@ class Request:
         """
         if block_hasher is not None and block_hashes is not None:
             raise ValueError("expected block_hasher or block_hashes, got both; one side hashes a request")
+        mm_features = _checked_items(mm_features)
+        if lora is not None and not isinstance(lora, LoRARequest):
+            raise ValueError(f"expected lora as a LoRARequest or None, got {shown(lora)}")
         if prompt_embeds is not None:
-            prompt_embeds = read_only(np.array(prompt_embeds))
+            prompt_embeds = _own_embeds(prompt_embeds)
             if prompt_token_ids is None:
                 prompt_token_ids = np.zeros(prompt_embeds.shape[:1], np.int32)
         tokens = as_token_ids(prompt_token_ids, "prompt_token_ids")
         _check_prompt(tokens.size, mm_features, prompt_embeds)
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"expected max_tokens >= 1, got {max_tokens}")
+        if max_tokens is not None:
+            max_tokens = as_count("max_tokens", max_tokens, 1)
         self.checkpoints = _checked_checkpoints(checkpoints, tokens.size)
-        self.request_id = request_id
-        self.mm_features = tuple(mm_features)
+        self.request_id = as_text("request_id", request_id)
+        self.mm_features = mm_features
         self.lora = lora
         self.cache_salt = cache_salt
         self.prompt_embeds = prompt_embeds
@@ -333,12 +338,30 @@ def _check_prompt(
         raise ValueError(f"expected prompt_embeds [{num_prompt_tokens}, hidden], got shape {list(prompt_embeds.shape)}")
 
 
+def _checked_items(items: Any) -> tuple[MultiModalFeature, ...]:
+    if isinstance(items, tuple) and not items:
+        return ()
+    made = as_items(items, "mm_features as a sequence of MultiModalFeature", MAX_ITEMS)
+    for item in made:
+        if not isinstance(item, MultiModalFeature):
+            raise ValueError(f"expected mm_features of MultiModalFeature, got {shown(item)}")
+    return made
+
+
+def _own_embeds(given: Any) -> np.ndarray:
+    """A read-only copy."""
+    embeds = np.array(given)
+    if embeds.dtype.kind in "OSTU":
+        raise ValueError(f"expected prompt_embeds of numbers, got {embeds.dtype}")
+    return read_only(embeds)
+
+
 def _checked_checkpoints(checkpoints: Iterable[int], num_prompt_tokens: int) -> tuple[int, ...]:
     """In ascending order, each once."""
     try:
         lengths = sorted({index(length) for length in checkpoints})
     except TypeError:
-        raise ValueError(f"expected checkpoints as integers, got {checkpoints!r}") from None
+        raise ValueError(f"expected checkpoints as integers, got {shown(checkpoints)}") from None
     if len(lengths) > MAX_CHECKPOINTS:
         raise ValueError(f"expected at most {MAX_CHECKPOINTS} checkpoints, got {len(lengths)}")
     if lengths and not 1 <= lengths[0] <= lengths[-1] <= num_prompt_tokens:

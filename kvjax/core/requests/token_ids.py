@@ -25,7 +25,7 @@ def as_token_ids(values: Any, name: str = "token_ids") -> np.ndarray:  # int32[n
     if not array.size:
         return np.empty(0, np.int32)
     if array.dtype.kind not in "iu":
-        raise ValueError(f"expected integer {name}, got {array.dtype}: {values[0]!r}, ...")
+        raise ValueError(f"expected integer {name}, got {array.dtype}: {array[:1].tolist()[0]!r:.80}, ...")
     if array.dtype not in UNSIGNED:  # narrow, or of foreign byte order
         array = array.astype(np.int64)
     if np.maximum.reduce(array.view(UNSIGNED[array.dtype])) > MAX_TOKEN_ID:  # a negative number is a huge one

@@ -29,7 +29,10 @@ class _Caller:
 
 
 class Admission:
-    """Places of at most `max_requests` requests. `enter` belongs to event loops, the rest to any thread."""
+    """Places of at most `max_requests` requests, until it is closed for good.
+
+    `enter` belongs to event loops, the rest to any thread.
+    """
 
     def __init__(self, max_requests: int) -> None:
         self.max_requests = max_requests
@@ -42,7 +45,7 @@ class Admission:
     @property
     def num_requests(self) -> int:
         """Requests that have a place."""
-        return self.max_requests - self._num_free
+        return max(self.max_requests - self._num_free, 0)
 
     @property
     def num_callers(self) -> int:
@@ -85,11 +88,6 @@ class Admission:
             self._num_free += num_requests
             self._let_in()
 
-    def open(self) -> None:
-        """Callers may enter. Places are those that were not left yet."""
-        with self._lock:
-            self._error = None
-
     def close(self, message: str) -> None:
         """Nobody may enter from here on; callers that wait get an EngineClosedError."""
         with self._lock:
@@ -97,6 +95,11 @@ class Admission:
             callers, self._callers = self._callers, []
         for caller in callers:
             _call(caller, lambda future: future.set_exception(EngineClosedError(message)))
+
+    def free(self) -> None:
+        """No request has a place: the engine has none. It is closed, and those on their way may still leave."""
+        with self._lock:
+            self._num_free = self.max_requests
 
     def _let_in(self) -> None:
         """Gives places to the callers at the head. The lock is held."""

@@ -14,7 +14,8 @@ the engine; further callers wait, the most urgent first. Outputs that are not re
 thread sleeps.
 
 If a step raises, every request of that moment fails with StepFailedError, and the engine serves those that come after.
-If the engine is closed by that (EngineClosedError), so is this one.
+If the engine is closed by that (EngineClosedError), so is this one. Whatever else ends the thread, every caller gets
+an EngineClosedError with the cause, and `start` begins anew.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from kvjax.core.requests.token_ids import as_token_ids
 from kvjax.engine.front.async_admission import Admission
 from kvjax.engine.front.async_mailbox import Mailbox, RequestOutput
 from kvjax.engine.front.llm_engine import LLMEngine
 from kvjax.engine.requests.engine_request import sample_ids
 from kvjax.engine.requests.outputs import GenerationResult, StepOutputs
-from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.request_inputs import as_priority
+from kvjax.engine.requests.sampling_params import SamplingParams, checked_params
 from kvjax.errors import EngineClosedError, StepFailedError, UnknownRequestError
 from kvjax.models import chat_prompt
 from kvjax.models.chat import Message
@@ -81,12 +84,13 @@ class AsyncLLMEngine:
         if max_requests < 1:
             raise ValueError(f"expected max_requests >= 1, got {max_requests}")
         self.engine = engine
-        self._admission = Admission(max_requests)
+        self._admission = Admission(max_requests)  # of one run of the thread: each start makes another
         self._admission.close(NOT_STARTED)
         self._thread: threading.Thread | None = None
         self._commands: list[Callable[[], None]] = []
+        self._open: set[Mailbox] = set()  # of callers who have sent their prompt and still read
         self._is_stopping = True  # or stopped
-        self._changed = threading.Condition()  # of the two above
+        self._changed = threading.Condition()  # of the three above
         self._mailboxes: dict[str, tuple[Mailbox, int]] = {}  # and sample, by request id; of the engine's thread
         self._mail_lock = threading.Lock()
         self._num_steps = self._num_finished = self._num_aborted = self._num_failed = 0
@@ -122,7 +126,7 @@ class AsyncLLMEngine:
         if self.engine.has_work:  # of requests whose callers have been told
             self.engine.reset()
         self._is_stopping, self._commands = False, []
-        self._admission.open()
+        self._admission = Admission(self._admission.max_requests)
         self._thread = threading.Thread(target=self._serve, name="kvjax-engine", daemon=True)
         self._thread.start()
 
@@ -162,7 +166,7 @@ class AsyncLLMEngine:
             StepFailedError: a step of the engine raised while the request was in it, or its own matcher did.
             EngineClosedError: the engine is not started, was stopped, or a failure closed it.
         """
-        return self._outputs(_own(prompt), self.engine.with_text(params), priority, deepcopy(inputs))
+        return self._outputs(_own(prompt), self.engine.with_text(params), as_priority(priority), _own_inputs(inputs))
 
     def chat(
         self,
@@ -186,43 +190,49 @@ class AsyncLLMEngine:
         **inputs: Any,
     ) -> Coroutine[Any, Any, list[GenerationResult]]:
         """The whole result of each sample of a prompt; arguments and errors as of `generate`."""
-        return _results(self._outputs(_own(prompt), params, priority, deepcopy(inputs)))
+        return _results(self._outputs(_own(prompt), checked_params(params), as_priority(priority), _own_inputs(inputs)))
 
     async def _outputs(
         self,
         prompt: str | np.ndarray,
-        params: SamplingParams | None,
+        params: SamplingParams,
         priority: int,
         inputs: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput]:
-        num_samples = 1 if params is None else params.n
-        await self._admission.enter(num_samples, priority)
-        mailbox = Mailbox(num_samples, self._mail_lock)
-        if not self._send(partial(self._add, mailbox, prompt, params, {"priority": priority, **inputs})):
-            self._admission.leave(num_samples)
+        admission = self._admission
+        await admission.enter(params.n, priority)
+        mailbox = Mailbox(params.n, self._mail_lock)
+        with self._changed:
+            is_sent = admission is self._admission and self._send(
+                partial(self._add, mailbox, prompt, params, {"priority": priority, **inputs})
+            )
+            if is_sent:
+                self._open.add(mailbox)
+        if not is_sent:
+            admission.leave(params.n)
             raise EngineClosedError(STOPPED)
         try:
             while unread := await mailbox.read():
                 for output in unread:
                     yield output
         finally:
-            mailbox.is_closed = True
-            if not mailbox.has_ended:
-                self._send(partial(self._abandon, mailbox))
+            with self._changed:
+                mailbox.is_closed = True
+                self._open.discard(mailbox)
+                if not mailbox.has_ended:
+                    self._send(partial(self._abandon, mailbox))
 
     def _send(self, command: Callable[[], None]) -> bool:
-        """Has the engine's thread run `command` before its next step; False: it was stopped."""
-        with self._changed:
-            if self._is_stopping:
-                return False
+        """Has the engine's thread run `command` before its next step; False: it was stopped. `_changed` is held."""
+        if not self._is_stopping:
             self._commands.append(command)
             self._changed.notify()
-        return True
+        return not self._is_stopping
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        message = STOPPED
+        message, cause = STOPPED, None
         try:
             while commands := self._wait():
                 for command in commands:
@@ -230,10 +240,10 @@ class AsyncLLMEngine:
                 if self.engine.has_work:
                     self._step()
         except BaseException as error:
-            message = f"the engine's thread has ended: {error!r}; call start() to try again"
+            message, cause = f"the engine's thread has ended: {error!r}; call start() to try again", error
             logger.exception("the engine's thread has ended")
         finally:
-            self._end(message)
+            self._end(message, cause)
 
     def _wait(self) -> list[Callable[[], None]] | None:
         """Sleeps until there is something to do: commands, one that does nothing for a step, or None to stop."""
@@ -286,7 +296,7 @@ class AsyncLLMEngine:
         self,
         mailbox: Mailbox,
         prompt: str | np.ndarray,
-        params: SamplingParams | None,
+        params: SamplingParams,
         inputs: dict[str, Any],
     ) -> None:
         num_samples = mailbox.num_unfinished
@@ -308,7 +318,8 @@ class AsyncLLMEngine:
     def _abandon(self, mailbox: Mailbox) -> None:
         """Aborts what is unfinished of a mailbox that nobody reads."""
         for request_id in mailbox.request_ids:
-            if self._mailboxes.pop(request_id, None) is not None:
+            if request_id in self._mailboxes and self._mailboxes[request_id][0] is mailbox:  # not a later one's
+                del self._mailboxes[request_id]
                 self.engine.abort(request_id)
                 self._num_aborted += 1
                 self._admission.leave()
@@ -338,18 +349,26 @@ class AsyncLLMEngine:
         self._admission.leave(num_requests)
         self._wake(list(mailboxes))
 
-    def _end(self, message: str) -> None:
-        """Nothing of any caller is left, in the engine or on the way to it."""
+    def _end(self, message: str, cause: BaseException | None) -> None:
+        """Nothing of any caller is left, in the engine or on the way to it, and every caller is told."""
         self._admission.close(message)
         with self._changed:
-            self._is_stopping = True
-            commands, self._commands = self._commands, []
-        for command in commands:
-            command()
-        for request_id in self._mailboxes:
-            with suppress(EngineClosedError, UnknownRequestError):
-                self.engine.abort(request_id)
-        self._fail_all(EngineClosedError, message)
+            self._is_stopping, self._commands = True, []
+            mailboxes, self._open = list(self._open), set()
+        try:
+            for request_id in self._mailboxes:
+                with suppress(EngineClosedError, UnknownRequestError):
+                    self.engine.abort(request_id)
+        except Exception:
+            logger.exception("requests are left in the engine; start() resets it")
+        finally:
+            self._mailboxes.clear()
+            with self._mail_lock:
+                for mailbox in mailboxes:
+                    self._num_failed += mailbox.num_unfinished
+                    mailbox.fail(_failed(EngineClosedError, message, cause))
+            self._admission.free()
+            self._wake(mailboxes)
 
 
 def _failed(kind: type[Exception], message: str, cause: BaseException | None) -> Exception:
@@ -371,7 +390,19 @@ async def _results(outputs: AsyncGenerator[RequestOutput]) -> list[GenerationRes
 
 def _own(prompt: str | Sequence[int] | np.ndarray) -> str | np.ndarray:
     """A prompt that its caller cannot change any more: the engine's thread reads it later."""
-    return prompt if isinstance(prompt, str) else np.array(prompt)
+    return prompt if isinstance(prompt, str) else as_token_ids(np.array(prompt), "prompt_token_ids")
+
+
+def _own_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Likewise of all other arguments of `add_request`.
+
+    Raises:
+        ValueError: one cannot be copied.
+    """
+    try:
+        return deepcopy(dict(inputs))
+    except Exception as error:  # whatever objects they hold
+        raise ValueError(f"expected inputs of a prompt that can be copied: {error!r}") from error
 
 
 def _nothing() -> None:

@@ -35,7 +35,7 @@ from kvjax.engine.front.request_maker import RequestMaker
 from kvjax.engine.requests.known_names import check_names
 from kvjax.engine.requests.outputs import GenerationResult, StepOutputs
 from kvjax.engine.requests.request_inputs import GivenInputs, MultimodalInput
-from kvjax.engine.requests.sampling_params import SamplingParams
+from kvjax.engine.requests.sampling_params import SamplingParams, checked_params
 from kvjax.engine.requests.stats import StepStats
 from kvjax.engine.requests.token_stream import StreamInbox, TokenStream
 from kvjax.engine.sampling.sampler import sample, score
@@ -346,11 +346,10 @@ class LLMEngine(EngineLifeCycle):
         prompt = chat_prompt(self.model, messages, tools=tools, **(template_variables or {}))
         return self.add_request(prompt.token_ids, params, checkpoints=prompt.checkpoints, **given)
 
-    def with_text(self, params: SamplingParams | None) -> SamplingParams | None:
+    def with_text(self, params: SamplingParams | None) -> SamplingParams:
         """`params` with `stream_text`, where the model has a tokenizer."""
-        if self.model.tokenizer is None:
-            return params
-        return replace(SamplingParams() if params is None else params, stream_text=True)
+        params = checked_params(params)
+        return params if self.model.tokenizer is None else replace(params, stream_text=True)
 
     def add_observer(self, observer: EngineObserver) -> None:
         """Tells `observer` of every step from here on, such as `kvjax.metrics.EngineMetrics`."""

@@ -13,10 +13,11 @@ import numpy as np
 
 from kvjax.core import BlockHasher, LoRARequest, Request
 from kvjax.core.requests.token_ids import as_token_ids
+from kvjax.core.tables.given_values import as_text
 from kvjax.engine.requests.engine_request import EngineRequest, sample_ids
 from kvjax.engine.requests.output_text import OutputText
-from kvjax.engine.requests.request_inputs import GivenInputs, read_inputs
-from kvjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
+from kvjax.engine.requests.request_inputs import GivenInputs, checked_inputs, read_inputs
+from kvjax.engine.requests.sampling_params import MAX_SEED, SamplingParams, checked_params
 from kvjax.engine.requests.stats import RequestStats
 from kvjax.engine.sampling.prompt_logprobs import no_prompt_logprobs
 from kvjax.engine.sampling.sampler_lines import SamplerSizes
@@ -65,9 +66,10 @@ class RequestMaker:
         Raises:
             ValueError: as `LLMEngine.add_request`, but for requests that are too long.
         """
-        if not isinstance(given.priority, int):
-            raise ValueError(f"expected priority as an integer, lower is more urgent, got {given.priority!r}")
-        params = SamplingParams() if params is None else params
+        given = checked_inputs(given)
+        params = checked_params(params)
+        if request_id is not None:
+            request_id = as_text("request_id", request_id)
         names = sample_ids(self._new_id(params.n, taken_ids) if request_id is None else request_id, params.n)
         for name in names:
             if name in taken_ids:
@@ -145,6 +147,7 @@ class RequestMaker:
     def _encode(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
         if not isinstance(prompt, str):
             return prompt
+        as_text("a prompt", prompt)
         if self._model.tokenizer is None:
             raise ValueError(f"expected token ids, got text: {self._model.no_tokenizer}")
         return self._model.tokenizer.encode(prompt)

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvjax.core import MultiModalFeature
 from kvjax.core.step.mrope_positions import NUM_AXES
+from kvjax.core.tables.given_values import as_count, as_text, shown
 
+MAX_PRIORITY = 2**63 - 1
+NO_NUMBERS = "bcmMOSTU"  # kinds of dtypes; those of bfloat16 and float8 are "V", as of records
 NO_PLACES = np.zeros(0, np.int64)
 
 
@@ -45,6 +48,35 @@ class GivenInputs:
     lora_name: str | None = None
     priority: int = 0
     checkpoints: Sequence[int] = ()
+
+
+def checked_inputs(given: GivenInputs) -> GivenInputs:
+    """What needs no model to be checked, as plain values.
+
+    Raises:
+        ValueError: the priority is no integer, salt or adapter no text or empty, or `embeddings` are no inputs.
+    """
+    for name in ("cache_salt", "lora_name"):
+        if getattr(given, name) is not None and not as_text(name, getattr(given, name)):
+            raise ValueError(f"expected {name} that is not empty, or None, got ''")
+    embeddings = given.embeddings
+    if not isinstance(embeddings, Sequence) or not all(isinstance(one, MultimodalInput) for one in embeddings):
+        raise ValueError(f"expected embeddings as a sequence of MultimodalInput, got {shown(embeddings)}")
+    return replace(given, priority=as_priority(given.priority))
+
+
+def as_priority(value: Any) -> int:
+    """A priority of 64 bits.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return as_count("priority", value, -MAX_PRIORITY, MAX_PRIORITY)
+    except ValueError:
+        raise ValueError(
+            f"expected priority as an integer of 64 bits, lower is more urgent, got {shown(value)}"
+        ) from None
 
 
 class InputLimits(Protocol):
@@ -131,7 +163,7 @@ def _read_features(limits: InputLimits, features: np.ndarray | None) -> tuple[np
         return None, 0
     if not shapes:
         raise ValueError("expected no encoder_features: the model reads no encoder")
-    features = np.array(features, np.float32)
+    features = _as_vectors("encoder_features", features)
     if features.shape not in shapes:
         raise ValueError(f"expected encoder_features of shape {text}, got {list(features.shape)}")
     return features, shapes[features.shape]
@@ -142,9 +174,10 @@ def _read_embeds(limits: InputLimits, index: int, given: MultimodalInput) -> np.
     dim = limits.embedding_dim
     if dim is None:
         raise ValueError("expected no embeddings: the model takes none")
-    if given.identifier is not None and not given.identifier:
-        raise ValueError(f"embeddings[{index}]: expected an identifier that is not empty; pass None for a hash")
-    embeds = np.array(given.embeds, np.float32)
+    name = f"embeddings[{index}]:"
+    if given.identifier is not None and not as_text(f"{name} an identifier", given.identifier):
+        raise ValueError(f"{name} expected an identifier that is not empty; pass None for a hash")
+    embeds = _as_vectors(f"{name} embeds", given.embeds)
     if embeds.ndim != 2 or embeds.shape[1] != dim or not len(embeds):
         raise ValueError(f"embeddings[{index}]: expected embeds [n, {dim}] of n >= 1, got {list(embeds.shape)}")
     return embeds
@@ -168,7 +201,9 @@ def _read_starts(
     starts = []
     for i, (given, length) in enumerate(zip(embeddings, lengths, strict=True)):
         left = np.flatnonzero(is_placeholder & ~is_taken)
-        start = given.start if given.start is not None else int(left[0]) if left.size else token_ids.size
+        start = int(left[0]) if left.size else token_ids.size
+        if given.start is not None:
+            start = as_count(f"embeddings[{i}]: start", given.start, -MAX_PRIORITY, MAX_PRIORITY)
         if not 0 <= start <= token_ids.size - length:
             raise ValueError(
                 f"embeddings[{i}]: expected {length} places within the prompt's {token_ids.size} tokens, got "
@@ -202,7 +237,7 @@ def _read_positions(
         return None
     if not limits.has_mrope or not spans:
         raise ValueError("expected no prompt_positions: they are for embeddings of models with multimodal positions")
-    positions = np.array(given)
+    positions = _as_array("prompt_positions", given)
     if positions.shape != (NUM_AXES, num_tokens) or positions.dtype.kind not in "iu" or positions.min() < 0:
         raise ValueError(
             f"expected prompt_positions [{NUM_AXES}, {num_tokens}] of integers >= 0, got {positions.dtype}"
@@ -219,6 +254,28 @@ def _read_positions(
             f"{positions[:, place].tolist()} at place {place}, where {following[place]} comes next"
         )
     return positions.astype(np.int32)
+
+
+def _as_array(name: str, given: Any) -> np.ndarray:
+    """A copy of what the caller gave."""
+    try:
+        return np.array(given)
+    except (TypeError, ValueError) as error:  # rows of several lengths, for example
+        raise ValueError(f"expected {name} as an array, got {shown(given)}: {error}") from None
+
+
+def _as_vectors(name: str, given: Any) -> np.ndarray:  # float32
+    """A copy of numbers that float32 holds."""
+    array = _as_array(name, given)
+    if array.dtype.kind in NO_NUMBERS or array.dtype.names is not None:
+        raise ValueError(f"expected {name} of numbers, got {array.dtype}")
+    with np.errstate(over="ignore"):
+        vectors = array.astype(np.float32)
+    is_finite = np.isfinite(vectors)
+    if not is_finite.all():
+        place = np.argwhere(~is_finite)[0].tolist()
+        raise ValueError(f"expected {name} of finite numbers, got {vectors[tuple(place)]} at {place}")
+    return vectors
 
 
 def _digest(*arrays: np.ndarray) -> str:

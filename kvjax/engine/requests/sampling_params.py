@@ -7,17 +7,30 @@ Source:  vLLM SamplingParams (names, defaults and ranges)
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvjax.core.tables.given_values import as_count, as_flag, as_ids, as_items, as_number, shown
 from kvjax.engine.requests.known_names import check_names
 from kvjax.engine.requests.token_matcher import TokenMatcher
 
 MAX_SEED = 2**32 - 1
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_SAMPLES = 1 << 14  # of one prompt
+MAX_STOP_STRINGS = 1 << 10
+LEAST_TEMPERATURE = 1e-5  # below it is greedy: the best token has all but nothing of the probability
+
+RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("temperature", "a finite temperature >= 0 (0 is greedy)", lambda value: value >= 0.0),
+    ("top_p", "top_p in (0, 1]", lambda value: 0.0 < value <= 1.0),
+    ("min_p", "min_p in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+    ("presence_penalty", "presence_penalty in [-2, 2]", lambda value: abs(value) <= MAX_PENALTY),
+    ("frequency_penalty", "frequency_penalty in [-2, 2]", lambda value: abs(value) <= MAX_PENALTY),
+    ("repetition_penalty", "a finite repetition_penalty > 0 (1 is none)", lambda value: value > 0.0),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +46,7 @@ class SamplingParams:
             those that find room when it is.
         max_tokens: most output tokens.
         min_tokens: output tokens before which no stop token and no stop string ends the request.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, and so is all below 1e-5.
         top_p: share of the probability that the best tokens kept have together; 1 keeps every token.
         top_k: best tokens that are kept; 0 keeps every token.
         min_p: least share of the best token's probability; 0 keeps every token.
@@ -92,25 +105,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"expected a finite temperature >= 0 (0 is greedy), got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"expected top_p in (0, 1], got {self.top_p}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"expected min_p in [0, 1], got {self.min_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
-                raise ValueError(f"expected {name} in [-2, 2], got {getattr(self, name)}")
-        if not 0.0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"expected a finite repetition_penalty > 0 (1 is none), got {self.repetition_penalty}")
-        if self.seed is not None and not 0 <= operator.index(self.seed) <= MAX_SEED:
-            raise ValueError(f"expected seed in [0, {MAX_SEED}], got {self.seed}")
+        self._check_numbers()
+        for name in ("include_stop_str_in_output", "ignore_eos", "stream_text", "skip_special_tokens"):
+            self._set(name, as_flag(name, getattr(self, name)))
+        if self.token_matcher is not None and not callable(self.token_matcher):
+            raise ValueError(f"expected token_matcher that makes a matcher, or None, got {shown(self.token_matcher)}")
         self._set("logit_bias", _as_bias(self.logit_bias))
         self._set("stop", _as_stop_strings(self.stop))
         for name in ("stop_token_ids", "bad_token_ids"):
-            self._set(name, _as_ids(getattr(self, name)))
+            self._set(name, as_ids(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            self._set("allowed_token_ids", _as_ids(self.allowed_token_ids))
+            self._set("allowed_token_ids", as_ids("allowed_token_ids", self.allowed_token_ids))
             if not set(self.allowed_token_ids) - set(self.bad_token_ids):
                 raise ValueError("expected allowed_token_ids that bad_token_ids do not all forbid, got none")
 
@@ -130,37 +135,59 @@ class SamplingParams:
         return self.has_penalties or self.min_p > 0 or bool(self.logprobs) or self.token_matcher is not None
 
     def _check_counts(self) -> None:
-        for name, least in (("n", 1), ("max_tokens", 1), ("min_tokens", 0)):
-            if operator.index(getattr(self, name)) < least:
-                raise ValueError(f"expected {name} >= {least}, got {getattr(self, name)}")
+        self._set("n", as_count("n", self.n, 1, MAX_SAMPLES))
+        self._set("max_tokens", as_count("max_tokens", self.max_tokens, 1))
+        self._set("min_tokens", as_count("min_tokens", self.min_tokens))
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"expected min_tokens of at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
-        if operator.index(self.top_k) < 0:
-            raise ValueError(f"expected top_k >= 0 (0 keeps every token), got {self.top_k}")
+        self._set("top_k", as_count("top_k", self.top_k, note=" (0 keeps every token)"))
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and operator.index(value) < 0:
-                raise ValueError(f"expected {name} >= 0 or None, got {value}")
+            if getattr(self, name) is not None:
+                self._set(name, as_count(name, getattr(self, name), note=" or None"))
+        if self.seed is not None:
+            self._set("seed", as_count("seed", self.seed, 0, MAX_SEED, f" or None, in [0, {MAX_SEED}]"))
+
+    def _check_numbers(self) -> None:
+        for name, expected, is_good in RANGES:
+            given = getattr(self, name)
+            number = as_number(given, expected)
+            if not is_good(number):
+                raise ValueError(f"expected {expected}, got {shown(given)}")
+            self._set(name, number)
+        if 0.0 < self.temperature < LEAST_TEMPERATURE:
+            self._set("temperature", 0.0)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
 
-def _as_ids(token_ids: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(operator.index(token) for token in token_ids)
+def checked_params(params: Any) -> SamplingParams:
+    """`params`, or the defaults for None.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ValueError(f"expected params as SamplingParams or None, got {shown(params)}")
+    return SamplingParams() if params is None else params
 
 
-def _as_bias(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
-    bias = {operator.index(token): float(value) for token, value in logit_bias.items()}
-    for token, value in bias.items():
-        if math.isnan(value) or abs(value) > MAX_BIAS:
-            raise ValueError(f"expected logit_bias in [-100, 100], got {value} for token {token}")
+def _as_bias(logit_bias: Any) -> dict[int, float]:
+    if not isinstance(logit_bias, Mapping):
+        raise ValueError(f"expected logit_bias as a mapping of token ids to numbers, got {shown(logit_bias)}")
+    bias = {}
+    for token, value in zip(as_ids("logit_bias", logit_bias), logit_bias.values(), strict=True):
+        with suppress(ValueError):
+            bias[token] = as_number(value, "logit_bias in [-100, 100]")
+        if not abs(bias.get(token, math.inf)) <= MAX_BIAS:
+            got = bias.get(token, shown(value))
+            raise ValueError(f"expected logit_bias in [-100, 100], got {got} for token {token}")
     return bias
 
 
-def _as_stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+def _as_stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else as_items(stop, "stop as a text or several", MAX_STOP_STRINGS)
     for one in strings:
         if not isinstance(one, str) or not one:
-            raise ValueError(f"expected stop strings of at least one character, got {one!r}")
+            raise ValueError(f"expected stop strings of at least one character, got {shown(one)}")
     return strings

@@ -7,7 +7,7 @@ import functools
 import queue
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -345,3 +345,81 @@ def test_clients_that_come_and_leave_at_random_get_their_own_tokens() -> None:
     assert report.num_complete > 10
     assert report.num_left > 10
     assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("priority", ["high", None, 1.5, float("nan"), 2**63, True, [1]])
+def test_a_priority_that_is_none_is_refused_at_the_call_and_strands_nobody(priority: Any) -> None:
+    """Callers wait for the one place, so priorities are compared."""
+
+    async def test() -> None:
+        async with serving(max_requests=1) as front:
+            good = [asyncio.create_task(tokens_of(front, i)) for i in range(4)]
+            await asyncio.sleep(0)
+            for call in (front.generate, front.complete):
+                with pytest.raises(ValueError, match=r"expected priority as an integer of 64 bits, lower is more"):
+                    call([1, 2], priority=priority)
+            assert await asyncio.gather(*good) == expected()[:4]
+
+    run(test)
+
+
+@pytest.mark.parametrize("where", ["_add", "_deliver", "_abandon", "_step", "_wake"])
+def test_whatever_ends_the_thread_every_caller_is_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose prompt is queued, runs, is on its way to the engine or waits for a place; then it starts anew."""
+
+    async def test() -> None:
+        engine = make_engine(NAME, async_scheduling=True)
+        front = AsyncLLMEngine(engine, max_requests=3)
+        own, left = getattr(front, where), 4
+
+        def fail(*args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise MemoryError("planted in the thread")
+            own(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(front, where, fail)
+            front.start()
+            calls = [asyncio.create_task(tokens_of(front, i % 4)) for i in range(12)]
+            if where == "_abandon":
+                for _ in range(8):
+                    leaver = front.generate([1, 2], params_of(0, max_tokens=100), priority=-1)
+                    with suppress(EngineClosedError):
+                        await anext(leaver)
+                    await leaver.aclose()
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            with suppress(MemoryError):
+                await front.stop()
+        failed = [end for end in ends if not isinstance(end, list)]
+        assert len(failed) >= 6
+        for error in failed:
+            assert isinstance(error, EngineClosedError)
+            assert "the engine's thread has ended: MemoryError('planted" in str(error) or "stopped" in str(error)
+        assert all(end in expected() for end in ends if isinstance(end, list))
+        assert front.stats.num_requests == front.stats.num_callers == 0
+        front.start()
+        assert await asyncio.gather(*(tokens_of(front, i) for i in range(4))) == expected()[:4]
+        await settled(front)
+        await front.stop()
+        assert_no_leak(engine)
+
+    run(test)
+
+
+def test_a_failed_request_that_is_left_late_does_not_end_a_later_one_of_its_id() -> None:
+    async def test() -> None:
+        async with serving() as front:
+            first = front.generate([1, 2], params_of(0, max_tokens=100), request_id="a")
+            await anext(first)
+            front.engine.reset()
+            await front.stop()
+            front.start()
+            second = asyncio.create_task(front.complete([1, 2], params_of(0), request_id="a"))
+            await asyncio.sleep(0.01)
+            await first.aclose()
+            [result] = await second
+            assert result.finish_reason is FinishReason.LENGTH
+
+    run(test)
