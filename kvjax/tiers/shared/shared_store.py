@@ -219,13 +219,16 @@ class SharedStore:
     def _write(self, keys: list[UnitKey], pages: list[np.ndarray]) -> None:
         """By a thread: sends the units that the store lacks."""
         presence, seals = self._presence, self._seals
-        rows = [i for i, answer in enumerate(presence.of(keys)) if answer is not Answer.THERE]
+        answers = presence.of(keys)
+        rows = [i for i, answer in enumerate(answers) if answer is not Answer.THERE]
+        asked = [i for i in rows if answers[i] is not Answer.ABSENT]
         num_left = len(rows)
         try:
-            if rows and not self.writing.is_open:
-                found = self._call(self._backend.have, [seals.name_of(keys[i]) for i in rows])
-                presence.tell([keys[i] for i, there in zip(rows, found, strict=True) if there], [True] * sum(found))
-                rows = [i for i, there in zip(rows, found, strict=True) if not there]
+            if asked and not self.writing.is_open:
+                found = self._call(self._backend.have, [seals.name_of(keys[i]) for i in asked])
+                there = {i for i, is_there in zip(asked, found, strict=True) if is_there}
+                presence.tell([keys[i] for i in there], [True] * len(there))
+                rows = [i for i in rows if i not in there]
                 num_left = len(rows)
             at_once = max(CALL_BYTES // max(sum(page[0].nbytes for page in pages), 1), 1)
             for first in range(0, len(rows), at_once):
