@@ -50,6 +50,14 @@ class DivergenceError(KVCacheError, RuntimeError):
     """Processes that run one engine have planned different steps; the message says from which step on."""
 
 
+class PeerLostError(KVCacheError, RuntimeError):
+    """A process that shares the mesh is gone, and this one cannot go on; `process` is the number of the lost one."""
+
+    def __init__(self, message: str, process: int | None = None) -> None:
+        super().__init__(message)
+        self.process = process
+
+
 class NeverHitsWarning(UserWarning):
     """Prefix caching is on, and no prompt can ever hit as the cache is set up; the message says why."""
 
@@ -101,6 +109,7 @@ __all__ = [
     "NeverHitsWarning",
     "NonFiniteLogitsError",
     "OutOfBlocksError",
+    "PeerLostError",
     "StepFailedError",
     "TierDataError",
     "TraceError",

@@ -13,6 +13,7 @@ The board needs no device, so it works where a collective would wait for a proce
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from typing import Any
 
@@ -20,13 +21,19 @@ import jax
 from jax._src import distributed  # the store has no public name; orbax takes it from here too
 from jax.sharding import Mesh
 
-from kvjax.errors import DivergenceError
+from kvjax.device.mesh.peers import watch_peers
+from kvjax.errors import DivergenceError, PeerLostError
+
+LOOK_MS = 500  # how often a process that waits for another looks whether it is still there
+LOSS_S = 1.0  # in which a process that has ended is known to have
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def join_processes() -> bool:
     """Joins the processes that the environment names, before jax has started; False: it names none.
+
+    From here on this process ends when another is lost (`PeerWatch`).
 
     Raises:
         ValueError: some of the variables are missing, or are no numbers.
@@ -41,6 +48,8 @@ def join_processes() -> bool:
     if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
         raise ValueError(f"expected JAX_PROCESS_ID below JAX_NUM_PROCESSES, got {numbers[1]} and {numbers[0]}")
     jax.distributed.initialize(address, num_processes=int(numbers[0]), process_id=int(numbers[1]))
+    if int(numbers[0]) > 1:
+        watch_peers()
     return True
 
 
@@ -58,11 +67,11 @@ class ProcessBoard:
         Raises:
             ValueError: this process has joined no others.
         """
+        self._watch = watch_peers()
+        self._watch.arm()
         client: Any = distributed.global_state.client
-        if client is None:
-            raise ValueError("expected processes that have joined (join_processes, jax.distributed), got one alone")
         self._client = client
-        self._timeout_ms = int(timeout_s * 1000)
+        self._timeout_s = timeout_s
         self.index, self.num_processes = jax.process_index(), jax.process_count()
         number = self._client.key_value_increment(f"kvjax/boards/{self.index}", 1)
         self._prefix = f"kvjax/board/{number}"
@@ -72,7 +81,8 @@ class ProcessBoard:
         """The texts of all processes on a topic, by process: `post`, then `collect`.
 
         Raises:
-            DivergenceError: a process puts nothing up on it.
+            DivergenceError: a process puts nothing up on it in time.
+            PeerLostError: a process is gone.
         """
         self.post(topic, text)
         return self.collect(topic)
@@ -87,7 +97,8 @@ class ProcessBoard:
         """The texts of all processes on a topic, by process, once all have posted theirs; before the next `post`.
 
         Raises:
-            DivergenceError: a process puts nothing up on it.
+            DivergenceError: a process puts nothing up on it in time.
+            PeerLostError: a process is gone.
         """
         own = f"{self._prefix}/{topic}/{self.index}"
         texts = [self._read(topic, process) for process in range(self.num_processes)]
@@ -95,14 +106,35 @@ class ProcessBoard:
             self._client.key_value_delete(self._posted.popleft())
         return texts
 
+    def check_peers(self, error: BaseException | None = None) -> None:
+        """What to do about an `error` of this process first.
+
+        Raises:
+            PeerLostError: a process is gone, so no other error matters.
+        """
+        is_of_device = isinstance(error, jax.errors.JaxRuntimeError)  # as of a collective that breaks off
+        self._watch.check(LOSS_S if is_of_device else 0.0, error)
+
     def _read(self, topic: str, process: int) -> str:
-        try:
-            return str(self._client.blocking_key_value_get(f"{self._prefix}/{topic}/{process}", self._timeout_ms))
-        except jax.errors.JaxRuntimeError as error:
-            raise DivergenceError(
-                f"process {self.index} waited {self._timeout_ms / 1000:g} s for process {process} at {topic!r}; it "
-                "has stopped, or was given other requests"
-            ) from error
+        key, end_s = f"{self._prefix}/{topic}/{process}", time.monotonic() + self._timeout_s
+        while True:
+            left_ms = max(int((end_s - time.monotonic()) * 1000), 1)
+            try:
+                return str(self._client.blocking_key_value_get(key, min(left_ms, LOOK_MS)))
+            except jax.errors.JaxRuntimeError as error:
+                is_late = str(error).startswith("DEADLINE_EXCEEDED")
+                self._watch.check(0.0 if is_late else LOSS_S, error)
+                if not is_late:
+                    raise
+                if process in self._watch.ended:
+                    raise PeerLostError(
+                        f"process {process} has ended, and process {self.index} waits for it at {topic!r}", process
+                    ) from error
+                if time.monotonic() >= end_s:
+                    raise DivergenceError(
+                        f"process {self.index} waited {self._timeout_s:g} s for process {process} at {topic!r}; it "
+                        "does not go on, or was given other requests"
+                    ) from error
 
 
 __all__ = ["ProcessBoard", "join_processes", "spans_processes"]

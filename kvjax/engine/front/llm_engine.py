@@ -42,7 +42,7 @@ from kvjax.engine.sampling.sampler import sample, score
 from kvjax.engine.sampling.sampler_lines import SamplerSizes
 from kvjax.engine.scheduling.scheduler import Scheduler
 from kvjax.engine.scheduling.speculation import Drafter
-from kvjax.engine.step.agreement import TIMEOUT_S, Agreement, settings_of
+from kvjax.engine.step.agreement import Agreement, settings_of
 from kvjax.engine.step.cache_plans import plan_caches
 from kvjax.engine.step.config import EngineConfig
 from kvjax.engine.step.engine_core import EngineCore
@@ -127,7 +127,7 @@ class LLMEngine(EngineLifeCycle):
         )
         agreement = None
         if spans_processes(placement.mesh):
-            agreement = Agreement(ProcessBoard(TIMEOUT_S), config.steps_between_checks)
+            agreement = Agreement(ProcessBoard(config.process_timeout_s), config.steps_between_checks)
             agreement.check_settings(settings_of(config, model.config, placement.mesh))
         draft_placement = placement if draft_model is None else place_model(draft_model, mesh)
         self.plan, draft_plan = plan_caches(
@@ -145,7 +145,14 @@ class LLMEngine(EngineLifeCycle):
         if config.tiers is not None:
             if connector is not None:
                 raise ValueError("expected config.tiers or a connector, got both")
-            self.connector = make_tiers(config.tiers, self.plan.config, hasher, placement, self._weights.identity())
+            self.connector = make_tiers(
+                config.tiers,
+                self.plan.config,
+                hasher,
+                placement,
+                self._weights.identity(),
+                config.process_timeout_s,
+            )
         if connector is not None:
             check_connector(connector, self.plan.config, placement)
             tell_weights(connector, self._weights.at_start)
@@ -399,6 +406,7 @@ class LLMEngine(EngineLifeCycle):
         Raises:
             ValueError: a stream is open. Nothing is changed.
             EngineClosedError: after a failure the device gives no memory for pages.
+            PeerLostError: a process that shares the mesh is gone.
         """
         self._check_no_stream()
         return self._core.step()

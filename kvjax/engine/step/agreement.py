@@ -26,8 +26,6 @@ from kvjax.errors import DivergenceError
 from kvjax.models.config import ModelConfig
 from kvjax.tiers.units import NOTHING, TierMeta
 
-TIMEOUT_S = 600.0  # for the slowest: a process may compile while another waits
-
 
 class Board(Protocol):
     """`kvjax.device.mesh.processes.ProcessBoard`."""
@@ -36,6 +34,9 @@ class Board(Protocol):
 
     def exchange(self, topic: str, text: str) -> list[str]:
         """The texts of all processes on a topic."""
+
+    def check_peers(self, error: BaseException | None = None) -> None:
+        """Raises PeerLostError, from `error`, if a process is gone."""
 
 
 class Agreement:
@@ -65,6 +66,10 @@ class Agreement:
                 raise ValueError(
                     f"expected the same settings on all processes, got on process {process} {'; '.join(others)}"
                 )
+
+    def check_peers(self, error: BaseException | None = None) -> None:
+        """Raises PeerLostError, from `error`, if one of the processes is gone."""
+        self._board.check_peers(error)
 
     def note_transfers(self, metadata: Sequence[TierMeta]) -> None:
         """Remembers what tiers are to do before the next step."""
@@ -151,4 +156,4 @@ def _plain(value: Any) -> Any:
     return value
 
 
-__all__ = ["TIMEOUT_S", "Agreement", "Board", "describe", "settings_of"]
+__all__ = ["Agreement", "Board", "describe", "settings_of"]

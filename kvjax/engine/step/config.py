@@ -67,6 +67,7 @@ class EngineConfig:
         compiler_options: XLA's options by name for the programs of steps. An unknown one raises when the first step is
             compiled.
         steps_between_checks: processes that share a mesh compare their plans every so many steps.
+        process_timeout_s: how long they wait for the slowest then; one may compile while another waits.
 
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
@@ -103,6 +104,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = field(default=None, hash=False)
     steps_between_checks: int = 16
+    process_timeout_s: float = 600.0
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -163,6 +165,8 @@ class EngineConfig:
         for name in (*sizes, "max_embedding_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if not 0.0 < self.process_timeout_s < float("inf"):
+            raise ValueError(f"expected a finite process_timeout_s > 0, got {self.process_timeout_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"expected max_num_batched_tokens >= max_num_seqs (a token per running request), "

@@ -11,6 +11,7 @@ handed over (recovery.py), and the next step goes on with them.
     whole        between two changes
     broken off   a change has begun and not ended: the next call restarts, as the exception's handler does
     closed       the restart failed: every call tries it again, and raises EngineClosedError
+    alone        a process that shares the mesh is gone: every call raises PeerLostError
 
 Outputs have reached the caller of `step` when it makes the next call after one that returned. Those of a step that was
 broken off when all its tokens were with their requests are returned by the next `step`.
@@ -30,7 +31,7 @@ from kvjax.engine.step.engine_log import EngineObserver, StepLog, log_restart, l
 from kvjax.engine.step.host_loop import HostLoop
 from kvjax.engine.step.model_runner import ModelRunner
 from kvjax.engine.step.rank_loops import RankLoops
-from kvjax.errors import EngineClosedError
+from kvjax.errors import EngineClosedError, PeerLostError
 from kvjax.tiers.connector import KVConnector
 
 AnyLoop: TypeAlias = HostLoop | RankLoops  # of one data rank, of several
@@ -73,7 +74,7 @@ class EngineCore:
         """Runs one step, after those of closed inboxes are aborted; its outputs go to all inboxes too.
 
         Raises:
-            EngineClosedError: as `recover`.
+            EngineClosedError, PeerLostError: as `recover`.
             ValueError: steps that engines share have weights that this one was not told of. Nothing is changed.
             BaseException: whatever was raised in the step, which is undone.
         """
@@ -135,8 +136,10 @@ class EngineCore:
 
         Raises:
             EngineClosedError: the device gives no memory for pages. May be called again.
+            PeerLostError: a process that shares the mesh is gone.
         """
         if not self._is_whole:
+            self._check_peers()
             self._restart()
 
     def reset(self) -> list[GenerationResult]:
@@ -210,10 +213,18 @@ class EngineCore:
     def _break_off(self, error: BaseException) -> None:
         """Restarts now, so that nothing is held meanwhile. If that fails too, the next call tries again."""
         self._is_whole = False
+        if isinstance(error, PeerLostError):
+            return
+        self._check_peers(error)
         traceback.clear_frames(error.__traceback__)  # they may hold pages, and there may not be room for both
         with suppress(EngineClosedError):
             self._restart()
             log_restart(error, self.loop.scheduler.num_unfinished)
+
+    def _check_peers(self, error: BaseException | None = None) -> None:
+        """Raises PeerLostError, from `error`, where one of several processes is gone: no restart brings it back."""
+        if self._agreement is not None:
+            self._agreement.check_peers(error)
 
     def _tell(self, news: Callable[[EngineObserver], object]) -> None:
         for observer in self.observers:

@@ -29,8 +29,6 @@ from kvjax.tiers.stats import TierStats
 from kvjax.tiers.tiers import Tiers, TierShare, identity_of
 from kvjax.tiers.units import TierMeta
 
-BOARD_TIMEOUT_S = 600.0  # for the slowest process
-
 
 def make_tiers(
     config: TierConfig,
@@ -38,14 +36,15 @@ def make_tiers(
     hasher: BlockHasher,
     placement: Placement,
     model: Mapping[str, str],
+    timeout_s: float,
 ) -> KVConnector:
-    """The tiers of an engine on a placement; `model` as of `identity_of`.
+    """The tiers of an engine on a placement; `model` as of `identity_of`. Processes wait so long for each other.
 
     Raises:
         ValueError: as `Tiers.of_process`.
     """
     if spans_processes(placement.mesh):
-        return ProcessTiers(config, kv_cache_config, hasher, placement, ProcessBoard(BOARD_TIMEOUT_S), model)
+        return ProcessTiers(config, kv_cache_config, hasher, placement, ProcessBoard(timeout_s), model)
     num_context, num_ranks = placement.num_context, placement.num_data
     return Tiers.of_process(config, kv_cache_config, hasher, model=model, num_context=num_context, num_ranks=num_ranks)
 

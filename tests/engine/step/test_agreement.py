@@ -164,3 +164,9 @@ def test_the_environment_says_all_or_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_process_alone_has_no_board() -> None:
     with pytest.raises(ValueError, match="expected processes that have joined"):
         processes.ProcessBoard(1.0)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_processes_wait_for_each_other_for_a_time(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="expected a finite process_timeout_s > 0, got "):
+        replace(CONFIG, process_timeout_s=timeout_s)
