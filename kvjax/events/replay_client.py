@@ -13,6 +13,8 @@ from kvjax.events.zmq_publisher import END_OF_REPLAY, SEQ_BYTES
 
 NUM_FRAMES = (4, 3)
 MOST_SILENCES = 10  # time of a whole answer, in times that the socket may be silent
+MOST_BYTES = 1 << 30  # of a whole answer, each message counted with its overhead
+MESSAGE_BYTES = 256
 
 
 class ReplayClient:
@@ -35,13 +37,15 @@ class ReplayClient:
         return time.monotonic() < self._may_ask_s
 
     def ask(self, asked: bytes) -> list[tuple[int, bytes]] | None:
-        """Number and payload of each message of the answer; None: it did not end in time."""
+        """Number and payload of each message of the answer; None: it did not end in time, or is too long."""
         self._socket.send_multipart((b"", asked))
         answer: list[tuple[int, bytes]] = []
         longest_s = MOST_SILENCES * self._timeout_ms / 1e3
         deadline = time.monotonic() + longest_s
-        while time.monotonic() < deadline and self._socket.poll(self._timeout_ms):
+        num_bytes = 0
+        while num_bytes <= MOST_BYTES and time.monotonic() < deadline and self._socket.poll(self._timeout_ms):
             frames = self._socket.recv_multipart()
+            num_bytes += MESSAGE_BYTES + sum(map(len, frames))
             if len(frames) not in NUM_FRAMES or len(frames[-2]) != SEQ_BYTES:
                 continue
             if frames[-2] == END_OF_REPLAY:

@@ -34,6 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvjax.core.watch.kv_events import KVCacheEvent
@@ -42,6 +43,7 @@ from kvjax.events.config import KVEventsConfig
 from kvjax.events.encoding import EventEncoder
 from kvjax.events.endpoints import endpoint_of_rank, is_bound
 from kvjax.events.publisher import EventPublisher
+from kvjax.events.replay_answers import ReplayAnswers
 from kvjax.events.replay_buffer import ReplayBuffer
 from kvjax.extras import require_extra
 
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
 SEQ_BYTES = 8
 END_OF_REPLAY = b"\xff" * SEQ_BYTES  # -1
 SNAPSHOT = END_OF_REPLAY[1:] + b"\xfe"  # -2
-MOST_PARTS = 10_000  # of a snapshot, that ZeroMQ queues for one client
 MOST_REQUEST_BYTES = 1_024  # of a frame; who sends more is cut off
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class ZmqEventPublisher(EventPublisher):
         self._buffer = ReplayBuffer(config.buffer_steps)
         # Only where somebody can ask for it; None: events came that it cannot take.
         self._cached = None if config.replay_endpoint is None else CachedBlocks()
+        self._answers: ReplayAnswers | None = None  # likewise
         self._next_seq = 0
         self._has_warned = False
 
@@ -177,12 +179,11 @@ class ZmqEventPublisher(EventPublisher):
         self._replay_endpoint: str | None = None
         if config.replay_endpoint is not None:
             self._replay = self._socket(self._zmq.ROUTER)
-            # The longest answer fits. Beyond it a client that asks and does not read is answered no more.
-            self._replay.sndhwm = config.buffer_steps + MOST_PARTS
-            self._replay.router_mandatory = True
+            ReplayAnswers.limit(self._replay)
             self._replay.maxmsgsize = MOST_REQUEST_BYTES
             address = endpoint_of_rank(config.replay_endpoint, self._rank)
             self._replay_endpoint = self._attach(self._replay, address, may_connect=False)
+            self._answers = ReplayAnswers(self._zmq, self._replay, self._answer)
 
     def _socket(self, kind: int) -> zmq.Socket:
         socket: zmq.Socket = self._context.socket(kind)
@@ -215,7 +216,7 @@ class ZmqEventPublisher(EventPublisher):
         if self._replay is not None:
             poller.register(self._replay, self._zmq.POLLIN)
         try:
-            while self._serve(dict(poller.poll())):
+            while self._serve(dict(poller.poll(None if self._answers is None else self._answers.wait_ms))):
                 pass
         except self._zmq.ContextTerminated:
             logger.warning("the ZeroMQ context of a KV event publisher was terminated before the publisher")
@@ -230,8 +231,10 @@ class ZmqEventPublisher(EventPublisher):
             self._wakened.recv()
         while (batch := self._next_batch()) is not None:
             self._send(*batch)
-        if self._replay is not None and self._replay in ready:
-            self._answer(self._replay)
+        if self._replay is not None and self._answers is not None:
+            if self._replay in ready:
+                self._note_asked(self._replay, self._answers)
+            self._answers.push()
         return self._is_open
 
     def _next_batch(self) -> tuple[float, Sequence[KVCacheEvent]] | None:
@@ -267,7 +270,7 @@ class ZmqEventPublisher(EventPublisher):
             self._cached = None
             logger.exception("KV events: what is cached is not known any more, subscribers get no snapshot")
 
-    def _answer(self, replay: zmq.Socket) -> None:
+    def _note_asked(self, replay: zmq.Socket, answers: ReplayAnswers) -> None:
         request = replay.recv_multipart()
         if len(request) != 3 or request[1] or len(request[2]) != SEQ_BYTES:
             if not self._has_warned:
@@ -275,15 +278,12 @@ class ZmqEventPublisher(EventPublisher):
                 lengths = [len(frame) for frame in request[1:]]
                 logger.warning("KV events: expected a replay request of frames of 0 and 8 bytes, got %s", lengths)
             return
-        client, asked = request[0], request[2]
-        try:
-            for number, payload in self._snapshot() if asked == SNAPSHOT else self._kept(asked):
-                replay.send_multipart((client, b"", self._topic, number, payload), self._zmq.NOBLOCK)
-            replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""), self._zmq.NOBLOCK)
-        except self._zmq.ContextTerminated:
-            raise
-        except self._zmq.ZMQError as error:  # it has left, or its queue is full
-            logger.info("KV events: an answer to a subscriber is cut off: %s", error)
+        answers.take(request[0], request[2])
+
+    def _answer(self, asked: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Topic, number and payload of each message of an answer, as of now: what is published later changes none."""
+        messages = list(self._snapshot() if asked == SNAPSHOT else self._kept(asked))
+        return chain(((self._topic, *message) for message in messages), [(b"", END_OF_REPLAY, b"")])
 
     def _kept(self, asked: bytes) -> Iterator[tuple[bytes, bytes]]:
         for seq, payload in self._buffer.since(int.from_bytes(asked, "big")):

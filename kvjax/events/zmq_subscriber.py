@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from itertools import count
+from operator import eq
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -164,7 +166,7 @@ class ZmqEventSubscriber:
         """Every batch that there ever was, and before them that nothing is cached; none: the first are lost."""
         answer = replay.ask(bytes(SEQ_BYTES))
         batches = self._batches([payload for _, payload in answer or ()])
-        if answer is None or batches is None or [seq for seq, _ in answer] != list(range(len(answer))):
+        if answer is None or batches is None or not _is_run(answer, 0, len(answer)):
             return []
         self._next_seq, self._last = len(answer), answer[-1][1] if answer else b""
         return [self._nothing, *batches]
@@ -179,7 +181,7 @@ class ZmqEventSubscriber:
         first_seq = max(start_seq - 1, 0)
         answer = self._replay.ask(first_seq.to_bytes(SEQ_BYTES, "big")) or []
         found = [(seq, payload) for seq, payload in answer if first_seq <= seq < end_seq]
-        if len(found) < end_seq - first_seq or [seq for seq, _ in found] != list(range(first_seq, end_seq)):
+        if not _is_run(found, first_seq, end_seq):
             return None
         if start_seq and found[0][1] != self._last:
             return None
@@ -210,6 +212,11 @@ class ZmqEventSubscriber:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_run(answer: list[tuple[int, bytes]], first_seq: int, end_seq: int) -> bool:
+    """Whether an answer has each number of [first_seq, end_seq) once, in order; however many they would be."""
+    return len(answer) == end_seq - first_seq and all(map(eq, (seq for seq, _ in answer), count(first_seq)))
 
 
 __all__ = ["CACHE_UNKNOWN", "CacheUnknown", "ZmqEventSubscriber"]

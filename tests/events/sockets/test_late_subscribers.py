@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +15,15 @@ import pytest
 import zmq
 
 from kvjax.core import BlockStored
-from kvjax.events import CacheUnknown, EventEncoder, KVEventsConfig, ZmqEventPublisher, ZmqEventSubscriber
+from kvjax.events import (
+    CacheUnknown,
+    EventEncoder,
+    KVEventsConfig,
+    ZmqEventPublisher,
+    ZmqEventSubscriber,
+    replay_answers,
+    replay_client,
+)
 from kvjax.events import zmq_publisher as module
 from kvjax.routing import PrefixIndex
 from tests.events.sockets.subscriber import END, wait_until_sent
@@ -293,20 +303,49 @@ def test_malformed_requests_change_no_answer(caplog: pytest.LogCaptureFixture) -
 def test_who_asks_and_does_not_read_costs_a_queue(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its answers are cut off where its queue is full; others get theirs."""
-    monkeypatch.setattr(module, "MOST_PARTS", 3)
+    """60 requests for 1,200 batches are unread: few messages are queued, then it is cut off. Others get theirs."""
+    monkeypatch.setattr(replay_answers, "MOST_QUEUED", 20)
+    monkeypatch.setattr(replay_answers, "PATIENCE_S", 0.5)
+    caplog.set_level(logging.INFO)
     work = Workload(make_manager(FULL, 200), 10)
-    with publisher_of() as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
-        publish(publisher, work, 40)
+    with publisher_of(buffer_steps=4_000) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
+        publish(publisher, work, 1_200)
+        wait_until_sent(publisher)
         greedy.linger, greedy.rcvhwm, greedy.rcvbuf = 0, 1, 1_024
         greedy.connect(publisher.replay_endpoint)
-        with caplog.at_level(logging.INFO):
-            while "is cut off" not in caplog.text:
-                greedy.send_multipart((b"", SNAPSHOT))
+        for number in range(60):
+            greedy.send_multipart((b"", bytes(8) if number % 2 else SNAPSHOT))
         index = index_of(work.manager)
         with subscriber_of(publisher) as subscriber:
             assert not follow(subscriber, index, lambda: True)
         check_hits(index, work)
+        while "is cut off" not in caplog.text:  # here, or by TCP before
+            time.sleep(0.01)
+        assert "a request for a replay is dropped, too many wait" in caplog.text
+
+
+def test_many_who_do_not_read_leave_room_for_one_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_answers, "MOST_QUEUED", 20)
+    monkeypatch.setattr(replay_answers, "MOST_CLIENTS", 4)
+    monkeypatch.setattr(replay_answers, "PATIENCE_S", 0.5)
+    work = Workload(make_manager(FULL, 200), 10)
+    with publisher_of(buffer_steps=4_000) as publisher, zmq.Context() as context:
+        publish(publisher, work, 1_200)
+        wait_until_sent(publisher)
+        greedy_ones = [context.socket(zmq.DEALER) for _ in range(8)]
+        for greedy in greedy_ones:
+            greedy.linger, greedy.rcvhwm, greedy.rcvbuf = 0, 1, 1_024
+            greedy.connect(publisher.replay_endpoint)
+            greedy.send_multipart((b"", bytes(8)))
+        while not publisher._answers._clients:
+            time.sleep(0.001)
+        index = index_of(work.manager)
+        with subscriber_of(publisher) as subscriber:
+            subscriber._replay._timeout_ms = 100
+            follow(subscriber, index, lambda: index.knows_all(0))
+        check_hits(index, work)
+        for greedy in greedy_ones:
+            greedy.close()
 
 
 @pytest.mark.parametrize(
@@ -327,3 +366,40 @@ def test_a_snapshot_that_cannot_be_told_is_none(fields: dict, said: str, caplog:
             assert isinstance(subscriber.poll()[0], CacheUnknown)
         assert said in caplog.text
         assert publisher._thread.is_alive()
+
+
+@pytest.mark.parametrize("seq", [30_000_000, 2**64 - 2, 2**64 - 1])
+@pytest.mark.parametrize("has_replay", [False, True])
+def test_a_number_far_ahead_costs_no_memory(seq: int, has_replay: bool) -> None:
+    """As after a publisher that counts otherwise: what was missed is lost, and told."""
+    with publisher_of() as publisher, zmq.Context() as context, context.socket(zmq.XPUB) as forger:
+        endpoint = f"tcp://127.0.0.1:{forger.bind_to_random_port('tcp://127.0.0.1')}"
+        with ZmqEventSubscriber(endpoint, publisher.replay_endpoint if has_replay else None) as subscriber:
+            assert forger.poll(60_000)
+            forger.recv()
+            payload, received = EventEncoder().encode([], 0.0, 0), subscriber.poll()
+            tracemalloc.start()
+            for number in (0, seq, (seq + 1) % 2**64):
+                forger.send_multipart([b"", number.to_bytes(8, "big"), payload])
+                received += subscriber.poll(10.0)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+            tracemalloc.stop()
+            assert any(isinstance(one, CacheUnknown) for one in received) != has_replay
+
+
+def test_an_answer_without_bound_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a peer that sends on and on, in time and never to an end."""
+    monkeypatch.setattr(replay_client, "MOST_BYTES", 1 << 16)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
+        peer.linger = 0
+        address = f"tcp://127.0.0.1:{peer.bind_to_random_port('tcp://127.0.0.1')}"
+        client = replay_client.ReplayClient(context, zmq.DEALER, address, PATIENCE_S)
+        answer: list[object] = []
+        asking = threading.Thread(target=lambda: answer.append(client.ask(bytes(8))))
+        asking.start()
+        who = peer.recv_multipart()[0]
+        for number in range(1_000):
+            peer.send_multipart([who, b"", b"", number.to_bytes(8, "big"), bytes(100)])
+        asking.join(30.0)
+        client._socket.close(linger=0)
+    assert answer == [None]
