@@ -26,6 +26,21 @@ def check_mask(op: str, mask: MaskRule) -> None:
     checks.check_at_least(op, "num_sink_tokens", mask.num_sink_tokens, 0)
 
 
+def check_sink_tokens(op: str, mask: MaskRule, sink_tokens: Any, num_seqs: int) -> None:
+    """Raises ValueError unless sink tokens are int32[num_seqs] >= 0 where the mask has them by sequence, else None."""
+    if not mask.sinks_by_sequence:
+        if sink_tokens is not None:
+            raise ValueError(f"{op}: expected sink_tokens=None of a mask without sinks_by_sequence, got an array")
+        return
+    if mask.num_sink_tokens:
+        raise ValueError(f"{op}: expected num_sink_tokens=0 beside sinks_by_sequence, got {mask.num_sink_tokens}")
+    checks.check_array(op, "num_sink_tokens", sink_tokens, (num_seqs,), "[num_seqs]")
+    checks.check_int32(op, "num_sink_tokens", sink_tokens)
+    known = checks.concrete(sink_tokens)
+    if known is not None and (known[0] < 0).any():
+        raise ValueError(f"{op}: expected num_sink_tokens >= 0, got {known[0]}")
+
+
 def check_scalars(op: str, sm_scale: Any, soft_cap: Any) -> None:
     """Raises ValueError unless the scale is a finite number and the cap None or positive."""
     if not isinstance(sm_scale, numbers.Real) or not math.isfinite(float(sm_scale)):

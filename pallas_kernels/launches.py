@@ -18,10 +18,14 @@ Result = tuple[jax.Array, jax.Array | None]  # out [T, Hq, D], lse float32[T, Hq
 
 
 def split(
-    seq_lens: jax.Array, query_start_loc: jax.Array, distribution: jax.Array, mask: MaskRule
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    distribution: jax.Array,
+    mask: MaskRule,
+    sink_tokens: jax.Array | None = None,
 ) -> tuple[Batch, Batch]:
     """(sequences that decode, all others), of query tokens that see a key; in each the others' sequences have none."""
-    batch = Batch.of_step(seq_lens, query_start_loc, distribution).seeing(mask)
+    batch = Batch.of_step(seq_lens, query_start_loc, distribution, sink_tokens).seeing(mask)
     is_decode = jnp.arange(seq_lens.shape[0], dtype=jnp.int32) < distribution[0]
     return (
         batch._replace(q_lens=jnp.where(is_decode, batch.q_lens, 0)),

@@ -7,6 +7,7 @@ A query at position `pos` sees the keys `k <= upper` with `k >= lower` or `k < n
     lower = max(0, pos - sliding_window + 1, (pos // attention_chunk_size) * attention_chunk_size)
     upper = pos if causal, else seq_len - 1
 
+Sink tokens are static (StreamingLLM), or int32[S] beside the mask, each sequence's own (R-SWA: those of its prompt).
 `lower` and `upper` never fall as `pos` grows and `lower <= pos <= upper`; so what the queries of a run of positions
 see together is `[lower(first), upper(last)]` and the sink tokens, without holes:
 
@@ -48,6 +49,22 @@ class MaskRule:
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     num_sink_tokens: int = 0
+    # Whether each sequence has its own sink tokens: then they come beside the mask, and the number above is 0.
+    sinks_by_sequence: bool = False
+
+    @property
+    def has_sink_tokens(self) -> bool:
+        """Whether there may be keys that all later queries see."""
+        return self.num_sink_tokens > 0 or self.sinks_by_sequence
+
+    def sink_end(self, sink_tokens: Ints) -> Ints:
+        """How many first keys all later queries see; `sink_tokens`: of their sequences, which other masks leave out."""
+        return sink_tokens if self.sinks_by_sequence else self.num_sink_tokens
+
+    def first_seen(self, pos: Ints, sink_tokens: Ints) -> Ints:
+        """`lower`, or 0 where it lies no later than the end of the sequence's own sink tokens: nothing is left out."""
+        lower = self.lower(pos)
+        return jnp.where(lower <= sink_tokens, 0, lower) if self.sinks_by_sequence else lower
 
     @property
     def sees_all(self) -> bool:
@@ -67,27 +84,31 @@ class MaskRule:
         """Last key seen by a query at `pos` of a sequence of `seq_len` tokens."""
         return pos if self.causal else seq_len - 1
 
-    def visible(self, key_pos: Ints, first_pos: Ints, last_pos: Ints, seq_len: Ints) -> Ints:
+    def visible(self, key_pos: Ints, first_pos: Ints, last_pos: Ints, seq_len: Ints, sink_tokens: Ints = 0) -> Ints:
         """Whether a key is seen by any query at a position in `[first_pos, last_pos]`."""
-        return self.within(key_pos, self.lower(first_pos), self.upper(last_pos, seq_len))
+        return self.within(key_pos, self.lower(first_pos), self.upper(last_pos, seq_len), sink_tokens)
 
-    def within(self, key_pos: Ints, lower: Ints, upper: Ints) -> Ints:
+    def within(self, key_pos: Ints, lower: Ints, upper: Ints, sink_tokens: Ints = 0) -> Ints:
         """Whether a key is seen by a query whose first and last key are `lower` (sink tokens apart) and `upper`."""
         inside = key_pos >= lower
-        if self.num_sink_tokens:
-            inside = inside | (key_pos < self.num_sink_tokens)
+        if self.has_sink_tokens:
+            inside = inside | (key_pos < self.sink_end(sink_tokens))
         return inside & (key_pos <= upper)
 
-    def page_run(self, first_pos: Ints, last_pos: Ints, seq_len: Ints, page_size: int) -> PageRun:
+    def page_run(
+        self, first_pos: Ints, last_pos: Ints, seq_len: Ints, page_size: int, sink_tokens: Ints = 0
+    ) -> PageRun:
         """Pages that the queries at `[first_pos, last_pos]` see; none where `last_pos < 0`."""
-        first_page = self.lower(jnp.maximum(first_pos, 0)) // page_size
+        first_page = self.first_seen(jnp.maximum(first_pos, 0), sink_tokens) // page_size
         end_page = jnp.maximum(self.upper(last_pos, seq_len), -1) // page_size + 1
-        num_sink_pages = jnp.minimum(-(-self.num_sink_tokens // page_size), first_page)
+        num_sink_pages = jnp.minimum(-(-self.sink_end(sink_tokens) // page_size), first_page)
         num_pages = num_sink_pages + jnp.maximum(end_page - first_page, 0)
         return PageRun(num_sink_pages, first_page, jnp.where(last_pos < 0, 0, num_pages))
 
     def max_pages(self, num_queries: int, num_columns: int, page_size: int) -> int:
         """Most pages that `num_queries` successive queries see, for a block table of `num_columns` columns."""
+        if self.sinks_by_sequence:
+            return max(1, num_columns)
         bounds = [num_columns]
         sink_pages = -(-self.num_sink_tokens // page_size)
         if self.causal and self.sliding_window is not None:

@@ -24,19 +24,26 @@ class Batch(NamedTuple):
     seq_lens: jax.Array  # int32[S]
     starts: jax.Array  # int32[S] first query token
     q_lens: jax.Array  # int32[S] query tokens, 0 for padding rows
+    sink_tokens: jax.Array | None = None  # int32[S] of a mask with `sinks_by_sequence`
 
     @classmethod
-    def of_step(cls, seq_lens: jax.Array, query_start_loc: jax.Array, distribution: jax.Array) -> Batch:
-        """From int32[S] `seq_lens`, int32[S + 1] `query_start_loc` and int32[3] `distribution`."""
+    def of_step(
+        cls,
+        seq_lens: jax.Array,
+        query_start_loc: jax.Array,
+        distribution: jax.Array,
+        sink_tokens: jax.Array | None = None,
+    ) -> Batch:
+        """From int32[S] `seq_lens`, int32[S + 1] `query_start_loc`, int32[3] `distribution`, int32[S] `sink_tokens`."""
         real = jnp.arange(seq_lens.shape[0], dtype=jnp.int32) < distribution[2]
-        return cls(seq_lens, query_start_loc[:-1], jnp.where(real, jnp.diff(query_start_loc), 0))
+        return cls(seq_lens, query_start_loc[:-1], jnp.where(real, jnp.diff(query_start_loc), 0), sink_tokens)
 
     def seeing(self, mask: MaskRule) -> Batch:
         """Without the query tokens that see no key: those before position 0, or all where there are no keys."""
         blind = jnp.clip(self.q_lens - self.seq_lens, 0, self.q_lens)
         if mask.sees_all:
             blind = jnp.where(self.seq_lens > 0, 0, blind)
-        return Batch(self.seq_lens, self.starts + blind, self.q_lens - blind)
+        return self._replace(starts=self.starts + blind, q_lens=self.q_lens - blind)
 
     def positions(self, mask: MaskRule) -> tuple[jax.Array, jax.Array]:
         """int32[S] each, position of the first and of the last query token of a sequence; a last one of -1: none.
@@ -64,6 +71,7 @@ class QueryTile(NamedTuple):
     num_sink_pages: jax.Array
     first_page: jax.Array
     num_pages: jax.Array
+    sink_tokens: jax.Array  # of its sequence; 0 unless the mask has `sinks_by_sequence`
 
     @property
     def run(self) -> PageRun:
@@ -72,13 +80,14 @@ class QueryTile(NamedTuple):
 
     def reaches(self, mask: MaskRule, key_pos: jax.Array) -> jax.Array:
         """bool[..., keys]: whether any query sees the key at `key_pos` int32[..., keys], of tiles int32[...]."""
-        return mask.visible(key_pos, *(x[..., None] for x in (self.first_pos, self.last_pos, self.seq_len)))
+        fields = (self.first_pos, self.last_pos, self.seq_len, self.sink_tokens)
+        return mask.visible(key_pos, *(x[..., None] for x in fields))
 
     def sees(self, mask: MaskRule, key_pos: jax.Array, queries: int) -> jax.Array:
         """bool[..., queries, keys]: whether the `queries` first queries see it; those beyond the end see nothing."""
         place, key = jnp.arange(queries, dtype=jnp.int32)[:, None], key_pos[..., None, :]
         pos = self.first_pos[..., None, None] + place
-        visible = mask.visible(key, pos, pos, self.seq_len[..., None, None])
+        visible = mask.visible(key, pos, pos, self.seq_len[..., None, None], self.sink_tokens[..., None, None])
         return visible & (pos >= 0) & (pos <= self.last_pos[..., None, None])
 
 
@@ -150,13 +159,14 @@ def query_tiles(
     ends = jnp.cumsum(-(-batch.q_lens // queries), dtype=jnp.int32)
     n = jnp.arange(room, dtype=jnp.int32)
     seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), batch.seq_lens.shape[0] - 1)
-    seq_len, start, q_len, end = jnp.stack([*batch, ends])[:, seq]
+    sinks = jnp.zeros_like(ends) if batch.sink_tokens is None else batch.sink_tokens
+    seq_len, start, q_len, end, sinks = jnp.stack([*batch[:3], ends, sinks])[:, seq]
     first = (n - end) * queries + -(-q_len // queries) * queries
     base = jnp.maximum(seq_len - q_len, 0) if mask.sees_all else seq_len - q_len
     first_pos = base + first
     last_pos = jnp.where(n < end, base + jnp.minimum(first + queries, q_len) - 1, -1)
-    run = mask.page_run(first_pos, last_pos, seq_len, page_size)
-    return QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run), ends[-1]
+    run = mask.page_run(first_pos, last_pos, seq_len, page_size, sinks)
+    return QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run, sinks), ends[-1]
 
 
 MOST_FEW = 8  # queries of a sequence of few

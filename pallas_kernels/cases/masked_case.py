@@ -26,6 +26,7 @@ class MaskedCase(StepCase, ABC):
     window: int = 0  # 0: none, as of the next ones
     chunk: int = 0
     sink_tokens: int = 0
+    own_sinks: int = 0  # sink tokens of the last sequence, of the others fewer; 0: all have `sink_tokens`
     causal: int = 1
     soft_cap: float = 0.0
     sinks: int = 0
@@ -39,7 +40,12 @@ class MaskedCase(StepCase, ABC):
     @property
     def mask(self) -> MaskRule:
         """Who sees what."""
-        return MaskRule(bool(self.causal), self.window or None, self.chunk or None, self.sink_tokens)
+        own = self.own_sinks > 0
+        return MaskRule(bool(self.causal), self.window or None, self.chunk or None, self.sink_tokens, own)
+
+    def sinks_of(self, num_seqs: int) -> tuple[int, ...]:
+        """Sink tokens of each sequence, where they have their own."""
+        return tuple(self.own_sinks * (seq + 1) // num_seqs for seq in range(num_seqs))
 
     @property
     def step(self) -> Step:

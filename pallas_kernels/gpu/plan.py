@@ -43,8 +43,9 @@ class Field(enum.IntEnum):
     SINK_PAGES = 8  # pages of the run before its contiguous part
     SHIFT = 9  # column of a page of the contiguous part, less its number in the run
     NUM_PAGES = 10
-    POS = 11  # position of the first query
-    SEQ_LEN = 12
+    SINK_TOKENS = 11  # of the sequence; 0 unless the mask has `sinks_by_sequence`
+    POS = 12  # position of the first query
+    SEQ_LEN = 13
 
 
 class Keys(NamedTuple):
@@ -59,6 +60,7 @@ class Keys(NamedTuple):
     sink_pages: jax.Array
     shift: jax.Array
     num_pages: jax.Array
+    sink_tokens: jax.Array
 
     @property
     def num_blocks(self) -> jax.Array:
@@ -86,13 +88,22 @@ class Keys(NamedTuple):
 
     @classmethod
     def of_tiles(
-        cls, mask: MaskRule, first_pos: jax.Array, last_pos: jax.Array, seq_len: jax.Array, page_size: int, block: int
+        cls,
+        mask: MaskRule,
+        first_pos: jax.Array,
+        last_pos: jax.Array,
+        seq_len: jax.Array,
+        page_size: int,
+        block: int,
+        sink_tokens: jax.Array | None = None,
     ) -> Keys:
         """All keys of query tiles at `[first_pos, last_pos]`; none where `last_pos < 0`. Arrays of one shape."""
-        run = mask.page_run(first_pos, last_pos, seq_len, page_size)
+        sink_tokens = jnp.zeros_like(seq_len) if sink_tokens is None else sink_tokens
+        run = mask.page_run(first_pos, last_pos, seq_len, page_size, sink_tokens)
         shift = run.first_page - run.num_sink_pages
         end = -(-run.num_pages * page_size // block)
-        first_whole = jnp.maximum(mask.lower(last_pos) - shift * page_size, run.num_sink_pages * page_size)
+        first_seen = mask.first_seen(last_pos, sink_tokens)
+        first_whole = jnp.maximum(first_seen - shift * page_size, run.num_sink_pages * page_size)
         slots_whole = mask.upper(first_pos, seq_len) + 1 - shift * page_size
         whole = jnp.clip(-(-first_whole // block), 0, end)
         return cls(
@@ -105,6 +116,7 @@ class Keys(NamedTuple):
             sink_pages=run.num_sink_pages,
             shift=shift,
             num_pages=run.num_pages,
+            sink_tokens=sink_tokens,
         )
 
 
@@ -202,7 +214,7 @@ def plan_decode(
 ) -> DecodePlan:
     """The work list of the sequences that decode; those without a query have no work."""
     first, last = batch.positions(config.mask)
-    return plan_pieces(first, last, batch.seq_lens, config, num_blocks)
+    return plan_pieces(first, last, batch.seq_lens, config, num_blocks, batch.sink_tokens)
 
 
 def plan_pieces(
@@ -211,10 +223,11 @@ def plan_pieces(
     seq_lens: jax.Array,  # int32[S] of its sequence
     config: GpuConfig,
     num_blocks: int,
+    sink_tokens: jax.Array | None = None,  # int32[S] of its sequence, where the mask has them by sequence
 ) -> DecodePlan:
     """The work list of query tiles of few queries, of which `Field.SEQ` is the number."""
     heads = config.num_kv_heads
-    keys = Keys.of_tiles(config.mask, first, last, seq_lens, config.page_size, config.block)
+    keys = Keys.of_tiles(config.mask, first, last, seq_lens, config.page_size, config.block, sink_tokens)
     shares = share_out(keys.end, num_blocks, repeats=heads)
     unit = shares.unit
     of_seq = jnp.stack([*keys, first, seq_lens], axis=1)[unit // heads]

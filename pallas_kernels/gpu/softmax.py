@@ -269,4 +269,4 @@ def _visible(config: GpuConfig, keys: Keys, slot: jax.Array, bounds: RowBounds) 
     mask, page_size = config.mask, config.page_size
     key = slot + jnp.where(slot < keys.sink_pages * page_size, 0, keys.shift * page_size)
     lower, upper = (x if x.ndim == 0 else mosaic.spread(x, slot.shape[1]) for x in (bounds.lower, bounds.upper))
-    return mask.within(key, lower, upper)
+    return mask.within(key, lower, upper, keys.sink_tokens)

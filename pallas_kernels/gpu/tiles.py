@@ -85,7 +85,7 @@ def plan_tiles(batch: Batch, config: GpuConfig, shape: TileShape, num_tokens: in
     room = min(num_tokens, num_tokens // shape.tokens + batch.seq_lens.shape[0])
     tile, count = query_tiles(batch, config.mask, room=room, queries=shape.tokens, page_size=config.page_size)
     places = (tile.first_pos, tile.last_pos, tile.seq_len)
-    keys = Keys.of_tiles(config.mask, *places, config.page_size, config.block)
+    keys = Keys.of_tiles(config.mask, *places, config.page_size, config.block, tile.sink_tokens)
     token = jnp.clip(tile.token, 0, num_tokens - shape.tokens)
     skip = tile.token - token
     own = {

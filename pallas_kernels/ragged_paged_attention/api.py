@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
@@ -50,6 +51,7 @@ def plan(
     mask: MaskRule,  # what the layers' options say
     *,
     num_kv_heads: int | None = None,
+    sink_tokens: Any = None,  # int32[S] where the mask has them by sequence
     is_decode: bool = False,  # every sequence has at most T / S queries, known when the step is traced
     backend: str = "auto",
 ) -> Any:
@@ -66,6 +68,7 @@ def plan(
         NotImplementedError: as the op.
     """
     attention_checks.check_mask(validate.OP, mask)
+    attention_checks.check_sink_tokens(validate.OP, mask, sink_tokens, seq_lens.shape[0])
     num_kv_heads = validate.check_heads(q, pages, None, num_kv_heads)
     step = (block_tables, seq_lens, query_start_loc, distribution)
     page_size = page_tokens(pages, num_kv_heads)
@@ -78,6 +81,7 @@ def plan(
     if chosen != "gpu":
         return None
     options: dict[str, Any] = {"mask": mask, "num_kv_heads": num_kv_heads, "is_decode": is_decode}
+    options["sink_tokens"] = sink_tokens
     return kernel_gpu.plan(q, pages, *step[1:], **options)
 
 
@@ -96,7 +100,7 @@ def ragged_paged_attention(
     causal: bool = True,
     sliding_window: int | None = None,
     attention_chunk_size: int | None = None,
-    num_sink_tokens: int = 0,
+    num_sink_tokens: int | jax.Array = 0,  # of all sequences, or int32[S] of each
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,  # float32[Hq] natural-log logits, -inf: none
     k_scale: jax.Array | None = None,  # float32[] or [Hkv]
@@ -111,9 +115,10 @@ def ragged_paged_attention(
     """Attention outputs of all query tokens.
 
     Query i of sequence s is at `pos = seq_lens[s] - q_len[s] + i`. Visible are the keys `k <= upper` with
-    `k >= lower` or `k < num_sink_tokens`, where `lower = max(0, pos - window + 1, (pos // chunk) * chunk)` and
-    `upper = pos` if causal, else `seq_lens[s] - 1`. Accumulation is float32. A sequence has at least as many tokens as
-    queries, unless it is not causal and has neither window nor chunk: cross attention, where positions mean nothing.
+    `k >= lower` or `k < num_sink_tokens` (its own, of an array), where `upper = pos` if causal, else `seq_lens[s] - 1`,
+    and `lower = max(0, pos - window + 1, (pos // chunk) * chunk)`. Accumulation is float32. A sequence has at least as
+    many tokens as queries, unless it is not causal and has neither window nor chunk: cross attention, where positions
+    mean nothing.
 
     Pages wholly outside are never read, so their table entries may be 0, and what stands in slots that nobody sees
     (NaN too) changes nothing. Padding (tokens after `query_start_loc[distribution[2]]`, rows after `distribution[2]`)
@@ -128,8 +133,9 @@ def ragged_paged_attention(
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
+    mask, sink_tokens = mask_of(causal, sliding_window, attention_chunk_size, num_sink_tokens)
     attention_checks.check_mask(validate.OP, mask)
+    attention_checks.check_sink_tokens(validate.OP, mask, sink_tokens, seq_lens.shape[0])
     attention_checks.check_scalars(validate.OP, sm_scale, soft_cap)
     validate.check_new_kv(q, new_kv, slot_mapping)
     num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
@@ -144,6 +150,7 @@ def ragged_paged_attention(
     )
     options: dict[str, Any] = {
         "mask": mask,
+        "sink_tokens": sink_tokens,
         "num_kv_heads": num_kv_heads,
         "sm_scale": float(sm_scale),
         "soft_cap": None if soft_cap is None else float(soft_cap),
@@ -175,6 +182,18 @@ def ragged_paged_attention(
     else:
         out, lse = reference.ragged_paged_attention(*arguments, **of_plain, is_decode=is_decode)
     return AttentionOutput(out, lse if return_lse else None, page_arrays(pages))
+
+
+def mask_of(
+    causal: bool,
+    sliding_window: int | None,
+    attention_chunk_size: int | None,
+    num_sink_tokens: int | jax.Array | np.ndarray,
+) -> tuple[MaskRule, Any]:
+    """(the mask, int32[S] sink tokens where each sequence has its own)."""
+    if isinstance(num_sink_tokens, jax.Array | np.ndarray):
+        return MaskRule(causal, sliding_window, attention_chunk_size, sinks_by_sequence=True), num_sink_tokens
+    return MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens), None
 
 
 def _reasons(

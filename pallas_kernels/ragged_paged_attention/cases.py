@@ -89,6 +89,7 @@ class AttentionCase(MaskedCase):
         "window=1024",
         "chunk=2048",
         "window=1024 sink_tokens=4",
+        "window=1024 own_sinks=2048",
         "sinks=1",
         "scales=heads",
         "lse=1",
@@ -162,8 +163,7 @@ class AttentionCase(MaskedCase):
             ranks=ranks,
             rank=rank,
             shared_columns=0 if writes else int(rng.integers(0, 3)),
-            **random_mask(rng, page),
-            **_random_sizes(rng, backend, page),
+            **random_mask(rng, page) | _random_sizes(rng, backend, page) | _own_sinks(rng),
         )
 
     @property
@@ -214,13 +214,18 @@ class AttentionCase(MaskedCase):
         shape = self._hard_shape(column)
         rows = hard_rows(rng, self.tokens, self.seqs, self.page, shape.num_columns * column, True)
         shared = min(self.shared_columns, shape.num_columns)
-        made = make_case(int(rng.integers(1 << 30)), shape, rows, Options(self.scale, **self.oracle_options()), shared)
+        made = make_case(int(rng.integers(1 << 30)), shape, rows, self._oracle_options(self.seqs), shared)
         q, pages, *step = (made.of_rank(self.rank, self.ranks) if self.ranks > 1 else made).arrays
         given = self.hard_sinks(rng)
         if self.write:
             new = tuple(jnp.asarray(random_values(rng, shape, self.q_dtype)) for shape in self._new_shapes)
             given |= {"new_kv": new, "slot_mapping": self._own_slots(made.block_tables, rows)}
         return Arguments(pages, (q, tuple(step), given | self._random_scales(rng), self.given_rank))
+
+    def _oracle_options(self, num_seqs: int, **arrays: np.ndarray) -> Options:
+        """`arrays`: sinks and scales."""
+        options = self.oracle_options(**arrays)
+        return Options(self.scale, **options | ({"num_sink_tokens": self.sinks_of(num_seqs)} if self.own_sinks else {}))
 
     def _hard_shape(self, column: int) -> Shape:
         """Of `hard_arguments`, with so many tokens in a column of the tables."""
@@ -267,10 +272,14 @@ class AttentionCase(MaskedCase):
         if kernel is None:
             arrays: tuple[Any, ...] = (q, pages, *step)
             of_op = {**given, **self.op_options(rank), "sm_scale": self.scale, "num_kv_heads": self.kv_heads}
+            if self.own_sinks:
+                of_op["num_sink_tokens"] = jnp.array(self.sinks_of(step[1].shape[0]), jnp.int32)
             result = ragged_paged_attention(*arrays, **of_op, backend=backend)
             return Results((result.out, result.lse), result.pages if self.write else ())
         options: dict[str, Any] = {"mask": self.mask, "num_kv_heads": self.kv_heads, "sm_scale": self.scale}
         options |= {"soft_cap": self.soft_cap or None, "sinks": None, "k_scale": None, "v_scale": None} | given
+        if self.own_sinks:
+            options["sink_tokens"] = jnp.array(self.sinks_of(step[1].shape[0]), jnp.int32)
         if self.write and backend != "tpu":
             new_k, new_v = options.pop("new_kv")
             scales = {name: options[name] for name in ("k_scale", "v_scale")}
@@ -306,7 +315,7 @@ class AttentionCase(MaskedCase):
             pages = write_oracle.kv_write((new_k, new_v), pages, slots, self.page, scales)
         k, v = (self.of_all_ranks(own) for own in unpacked(pages, self.kv_heads, self.head_dim))
         tables, lengths, starts = map(np.asarray, (tables, lengths, starts))
-        options = Options(self.scale, **self.oracle_options(**named))
+        options = self._oracle_options(lengths.size, **named)
         outs = attention(np.asarray(q), k, v, tables, lengths, starts, int(distribution[2]), options)
         return Results(outs, pages if self.write else ())
 
@@ -331,6 +340,11 @@ def _random_sizes(rng: np.random.Generator, backend: str, page: int) -> Sizes:
         rings = {"decode_block": 64, "decode_stages": 2, "prefill_block": 64, "prefill_stages": 2}
         return one_of(rng, [{"num_blocks": 5}, rings | {"num_blocks": 3}])
     return {"small_trips": int(rng.integers(2))}
+
+
+def _own_sinks(rng: np.random.Generator) -> Sizes:
+    """Sink tokens of each sequence's own, in some draws."""
+    return {"sink_tokens": 0, "own_sinks": one_of(rng, [5, 90, 400])} if rng.random() < 0.2 else {}
 
 
 CASES = (AttentionCase,)

@@ -66,9 +66,10 @@ class GpuSchedule:
         distribution: jax.Array,  # int32[3]
         config: GpuConfig,
         sizes: PlanSizes,
+        sink_tokens: jax.Array | None = None,  # int32[S] where the mask has them by sequence
     ) -> GpuSchedule:
         """The schedule of a step."""
-        batch = Batch.of_step(seq_lens, query_start_loc, distribution)
+        batch = Batch.of_step(seq_lens, query_start_loc, distribution, sink_tokens)
         num_decode = distribution[2] if sizes.queries > 1 else distribution[0]
         decodes = (jnp.arange(sizes.num_seqs, dtype=jnp.int32) < num_decode) & (batch.q_lens <= sizes.queries)
         decoding = batch._replace(q_lens=jnp.where(decodes, batch.q_lens, 0))
@@ -85,6 +86,7 @@ class GpuSchedule:
             jnp.append(seq_lens, 0),
             jnp.append(batch.starts, end),
             jnp.append(batch.q_lens - decoding.q_lens, jnp.maximum(sizes.num_tokens - end, 0)),
+            None if sink_tokens is None else jnp.append(sink_tokens, 0),
         )
         tile_config = replace(config, block=sizes.tile_block)
         num_tokens = max(sizes.num_tokens, sizes.tile.tokens)

@@ -91,6 +91,7 @@ def plan(
     mask: MaskRule,
     num_kv_heads: int,
     is_decode: bool,  # every sequence has at most T / S queries
+    sink_tokens: jax.Array | None = None,  # int32[S] where the mask has them by sequence
     tuning: Tuning | None = None,
 ) -> GpuSchedule:
     """The schedule of a step for all layers with these shapes and this mask."""
@@ -99,7 +100,7 @@ def plan(
     sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])
     is_few = q.shape[0] <= sizes.queries * seq_lens.shape[0]  # else a tile has no room for so many
     sizes = sizes._replace(is_decode=is_decode and is_few)
-    return GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
+    return GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes, sink_tokens)
 
 
 def ragged_paged_attention(
@@ -118,6 +119,7 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     return_lse: bool,
+    sink_tokens: jax.Array | None = None,  # int32[S] where the mask has them by sequence
     schedule: Any = None,  # of `plan`; None: it is made here
     tuning: Tuning | None = None,  # None: as tuned for the card, else by the shapes
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -130,7 +132,7 @@ def ragged_paged_attention(
     config = _config(q, pages, mask, sm_scale, soft_cap)
     sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])
     if schedule is None:
-        planned = GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
+        planned = GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes, sink_tokens)
     else:
         planned = check_planned(OP, schedule, GpuSchedule, sizes)
     layer = _Layer(

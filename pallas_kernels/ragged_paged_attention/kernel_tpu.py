@@ -112,6 +112,7 @@ def ragged_paged_attention(
     v_scale: jax.Array | None,
     return_lse: bool,
     share: KeyShare | None = None,
+    sink_tokens: jax.Array | None = None,  # int32[S] where the mask has them by sequence
     new_kv: tuple[jax.Array, jax.Array] | None = None,  # [T, Hkv, D] each
     slot_mapping: jax.Array | None = None,  # int32[T]
     is_decode: bool = False,  # token i is the query of sequence i
@@ -123,7 +124,7 @@ def ragged_paged_attention(
     is_decode = is_decode or num_tokens == 1
     if is_decode:  # whatever its sequences are called
         distribution = distribution.at[0].set(distribution[2])
-    decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask, sink_tokens)
     tables = flat_tables(page_names(pages[0], block_tables), tables_in_hbm, num_tokens)
     group = num_q_heads // num_kv_heads
     tuning = tuning or tuned(q, pages[0], num_kv_heads, mask, block_tables.shape[1])
@@ -144,7 +145,8 @@ def ragged_paged_attention(
 
     num_decode = min(num_tokens, seq_lens.shape[0])
     config = configured(1, q[:num_decode])
-    every_row = Batch.of_step(seq_lens, query_start_loc, jnp.repeat(distribution[0], 3))  # an item for each token
+    ends = jnp.repeat(distribution[0], 3)
+    every_row = Batch.of_step(seq_lens, query_start_loc, ends, sink_tokens)  # an item for each token
     work = plan_items(every_row, config, num_decode, share)
     out, lse, fused = _launch(config, work, q[:num_decode], pages[0], common, write)
     written = written if fused is None else fused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,12 +20,19 @@ class Options:
     causal: bool = True
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
-    num_sink_tokens: int = 0
+    num_sink_tokens: int | tuple[int, ...] = 0  # of every sequence, or of each
     soft_cap: float | None = None
     sinks: np.ndarray | None = field(default=None, compare=False)
     k_scale: np.ndarray | float | None = field(default=None, compare=False)
     v_scale: np.ndarray | float | None = field(default=None, compare=False)
     held_by: tuple[int, int] | None = None  # rank, ranks: only its tokens count
+
+
+def of_sequence(options: Options, seq: int) -> Options:
+    """The options of one sequence: with its own sink tokens."""
+    if isinstance(options.num_sink_tokens, int):
+        return options
+    return replace(options, num_sink_tokens=options.num_sink_tokens[seq])
 
 
 def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
@@ -34,6 +41,7 @@ def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
     A query before position 0 sees nothing, unless positions mean nothing.
     """
     keys: list[int] = []
+    assert isinstance(options.num_sink_tokens, int)  # of one sequence
     if pos < 0 and (options.causal or options.sliding_window is not None or options.attention_chunk_size is not None):
         return keys
     for k in range(seq_len):
@@ -49,7 +57,10 @@ def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
 
 def seen_keys(rows: Sequence[tuple[int, int]], num_rows: int, options: Options) -> list[set[int]]:
     """Positions that any query of each sequence (query length, sequence length) sees; none of padding."""
-    seen = [{k for pos in range(n - q_len, n) for k in visible_keys(pos, n, options)} for q_len, n in rows]
+    seen = [
+        {k for pos in range(n - q_len, n) for k in visible_keys(pos, n, of_sequence(options, seq))}
+        for seq, (q_len, n) in enumerate(rows)
+    ]
     return seen + [set() for _ in range(num_rows - len(rows))]
 
 
@@ -87,7 +98,7 @@ def attention(
         for t in range(start, end):
             pos = int(seq_lens[s]) - (end - start) + (t - start)
             rank, size = options.held_by or (0, 1)
-            seen = visible_keys(pos, int(seq_lens[s]), options)
+            seen = visible_keys(pos, int(seq_lens[s]), of_sequence(options, s))
             keys = np.array([k for k in seen if k % size == rank], dtype=np.int64)
             if keys.size == 0:
                 continue

@@ -107,11 +107,7 @@ def _pages_of(walk: TileWalk, items: jax.Array) -> tuple[jax.Array, ...]:
         return locate(cache, seq, run, first, 1)
 
     ids, key_pos = jax.vmap(one)(tiles.seq, tiles.run, number)
-    first, last, seq_len = (x[:, None] for x in (tiles.first_pos, tiles.last_pos, tiles.seq_len))
-    seen = mask.visible(key_pos, first, last, seq_len)
-    pos = (first + jnp.arange(walk.sizes[0], dtype=jnp.int32))[..., None]
-    visible = mask.visible(key_pos[:, None], pos, pos, seq_len[..., None]) & (pos >= 0) & (pos <= last[..., None])
-    return tiles.seq, ids[:, 0], seen, visible
+    return tiles.seq, ids[:, 0], tiles.reaches(mask, key_pos), tiles.sees(mask, key_pos, walk.sizes[0])
 
 
 def _scores(

@@ -52,11 +52,12 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     share: KeyShare | None = None,
+    sink_tokens: jax.Array | None = None,  # int32[S] where the mask has them by sequence
     is_decode: bool = False,  # token i is the query of sequence i
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     cache = PagedTiles(pages, block_tables, num_kv_heads, q.shape[-1], share)
-    batch = Batch.of_step(seq_lens, query_start_loc, distribution)
+    batch = Batch.of_step(seq_lens, query_start_loc, distribution, sink_tokens)
     heads = by_kv_head(q, num_kv_heads) * sm_scale * _per_head(k_scale)
     out, lse = attend_pages(heads, cache, mask, batch, soft_cap=soft_cap, sinks=sinks, is_decode=is_decode)
     out = out * _per_head(v_scale)

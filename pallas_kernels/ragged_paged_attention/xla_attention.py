@@ -41,6 +41,7 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     share: KeyShare | None = None,
+    sink_tokens: jax.Array | None = None,  # int32[S] where the mask has them by sequence
     limits: Limits = Limits(),  # noqa: B008
     by_triton: triton.Limits | None = None,  # kernels in Triton, not plain XLA
 ) -> tuple[jax.Array, jax.Array]:
@@ -49,7 +50,7 @@ def ragged_paged_attention(
     cache = PagedTiles(pages, block_tables, num_kv_heads, head_dim, share)
     heads = q.astype(product_dtype(q.dtype, pages[0].dtype)).reshape(num_tokens, num_kv_heads, -1, head_dim)
     scale = sm_scale * per_head(k_scale, num_kv_heads)
-    batch = Batch.of_step(seq_lens, query_start_loc, distribution)
+    batch = Batch.of_step(seq_lens, query_start_loc, distribution, sink_tokens)
     queries = TileQueries(heads, scale, soft_cap)
     step = Step(queries, cache, mask, sinks, per_head(v_scale, num_kv_heads), q.dtype, limits)
     if by_triton is not None:

@@ -77,7 +77,9 @@ def _start(items: ItemTable, item: jax.Array, block: jax.Array) -> jax.Array:
 
 def _num_sinks(items: ItemTable, item: jax.Array, block: jax.Array) -> jax.Array:
     """Slots before this one hold sink tokens."""
-    return _held(items, item, items.sizes.mask.num_sink_tokens) - block * items.sizes.block
+    mask = items.sizes.mask
+    held = items.field(Field.SINK_TOKENS, item) if mask.sinks_by_sequence else _held(items, item, mask.num_sink_tokens)
+    return held - block * items.sizes.block
 
 
 def _held(items: ItemTable, item: jax.Array, end: Any) -> Any:
@@ -91,7 +93,7 @@ def _rows_share_a_key(sizes: ItemSizes) -> bool:
     mask = sizes.mask
     is_window = mask.sliding_window is not None and mask.attention_chunk_size is None and mask.causal
     is_whole = sizes.context_size is None
-    return bool(mask.num_sink_tokens) and is_window and is_whole and sizes.queries <= (mask.sliding_window or 0)
+    return mask.has_sink_tokens and is_window and is_whole and sizes.queries <= (mask.sliding_window or 0)
 
 
 def _seen_with_sinks(
@@ -120,7 +122,7 @@ def _seen_with_sinks(
 def _visible(mask: MaskRule, slot: jax.Array, lower: jax.Array, upper: jax.Array, num_sinks: jax.Array) -> jax.Array:
     if mask.sliding_window is None and mask.attention_chunk_size is None:
         return slot <= upper
-    if mask.num_sink_tokens:
+    if mask.has_sink_tokens:
         return ~_is_in_run(slot, num_sinks, lower) & (slot <= upper)
     return _is_in_run(slot, lower, upper + 1)
 

@@ -48,7 +48,8 @@ class Field(enum.IntEnum):
     NUM_LEAD = 13
     STEP = 14  # blocks of all items before: they tell the buffer of its first block
     NEXT = 15  # the next item that has blocks
-    RANK = 16  # of context parallelism; only where `num_fields` counts it
+    RANK = 16  # of context parallelism; this and the next only where `num_fields` counts them
+    SINK_TOKENS = 17  # first keys of the pages that all later queries of its sequence see
 
 
 class ItemSizes(Protocol):
@@ -89,7 +90,9 @@ class ItemSizes(Protocol):
 
 def num_fields(sizes: ItemSizes) -> int:
     """Fields that a table of items has."""
-    return Field.RANK if sizes.context_size is None else len(Field)
+    if sizes.mask.sinks_by_sequence:
+        return len(Field)
+    return Field.RANK if sizes.context_size is None else Field.SINK_TOKENS
 
 
 def plan_items(
@@ -112,7 +115,8 @@ def plan_items(
     skip = tile.token - token
     run_start = (tile.first_page - tile.num_sink_pages) * config.page_size  # number of slot 0, sink pages apart
     num_blocks = -(-tile.num_pages * config.page_size // block)
-    cut = jnp.maximum(held(mask.lower(tile.last_pos)) - run_start, tile.num_sink_pages * config.page_size)
+    first_seen = mask.first_seen(tile.last_pos, tile.sink_tokens)
+    cut = jnp.maximum(held(first_seen) - run_start, tile.num_sink_pages * config.page_size)
     num_lead = jnp.clip(-(-cut // block), 0, num_blocks)
     whole = held(mask.upper(tile.first_pos, tile.seq_len) + 1) - run_start
     num_full = jnp.clip(whole // block - num_lead, 0, num_blocks)
@@ -136,8 +140,10 @@ def plan_items(
         Field.STEP: jnp.cumsum(num_blocks) - num_blocks,
         Field.NEXT: jnp.append(lax.cummin(with_blocks, reverse=True)[1:], room),
     }
-    if share is not None:
-        fields[Field.RANK] = jnp.broadcast_to(jnp.asarray(share.rank, jnp.int32), (room,))
+    if num_fields(config) > Field.RANK:
+        fields[Field.RANK] = jnp.broadcast_to(jnp.asarray(0 if share is None else share.rank, jnp.int32), (room,))
+    if mask.sinks_by_sequence:
+        fields[Field.SINK_TOKENS] = held(tile.sink_tokens)
     table = jnp.stack([jnp.where(live | (field == Field.NEXT), x, 0) for field, x in fields.items()])
     end = jnp.zeros((len(fields), 1), jnp.int32).at[Field.NEXT].set(room)
     table = jnp.concatenate([table, end], axis=1)

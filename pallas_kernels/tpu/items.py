@@ -94,7 +94,7 @@ class ItemTable:
 
         def entry_of(j: jax.Array) -> jax.Array:
             at = entry + j
-            if self.sizes.mask.num_sink_tokens:
+            if self.sizes.mask.has_sink_tokens:
                 at = jnp.where(j < num_sink_pages, base + first + j, at)
             return at
 

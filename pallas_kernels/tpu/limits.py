@@ -50,7 +50,7 @@ def flat_tables(block_tables: jax.Array, in_hbm: bool | None, num_tokens: int) -
     """
     if in_hbm is None:
         most_items = min(num_tokens, num_tokens // SMALLEST_TILE + block_tables.shape[0])
-        free = _ITEMS_AND_TABLES_BYTES - 4 * len(Field) * most_items
+        free = _ITEMS_AND_TABLES_BYTES - 4 * Field.SINK_TOKENS * most_items
         in_hbm = block_tables.size * 4 > min(_LARGEST_TABLE_BYTES, free)
     if in_hbm:
         block_tables = jnp.pad(block_tables, [(0, 0), (0, -block_tables.shape[1] % _TABLE_ALIGNMENT)])

@@ -304,7 +304,7 @@ def _attend(
     def attend_keys(i: jax.Array, state: State) -> State:
         m, weight, totals = state
         page, slot, key_pos = _keys(refs, rule, own, i * sizes.keys, sizes.keys)
-        seen = rule.mask.visible(key_pos, own.first_pos, own.last_pos, own.seq_len)
+        seen = rule.mask.visible(key_pos, own.first_pos, own.last_pos, own.seq_len, own.sink_tokens)
         seen = seen[:, None]
 
         def of_keys(ref: Any, pages: PageNumbers, part: Part) -> jax.Array:
@@ -348,7 +348,7 @@ def _keys(refs: Refs, rule: Rule, own: QueryTile, first: jax.Array, num_keys: in
 def _visible(rule: Rule, own: QueryTile, rows: Rows, key_pos: jax.Array) -> jax.Array:  # bool[rows, keys]
     """Which keys a row sees."""
     key, pos = key_pos[None], rows.pos[:, None]
-    return rule.mask.visible(key, pos, pos, own.seq_len) & rows.is_real[:, None]
+    return rule.mask.visible(key, pos, pos, own.seq_len, own.sink_tokens) & rows.is_real[:, None]
 
 
 def _tanh(x: jax.Array) -> jax.Array:

@@ -23,7 +23,8 @@ RULES = [
 
 def _keys(rule: MaskRule, first: int, last: int, seq_len: int) -> list[int]:
     """Keys that the queries at `first ... last` see, by the oracle."""
-    options = Options(**dataclasses.asdict(rule))
+    fields = {name: value for name, value in dataclasses.asdict(rule).items() if name != "sinks_by_sequence"}
+    options = Options(**fields)
     return sorted({k for pos in range(first, last + 1) for k in visible_keys(pos, seq_len, options)})
 
 
@@ -42,6 +43,27 @@ def test_page_runs_hold_exactly_the_pages_seen(page_size: int) -> None:
             seen = {k // page_size for k in _keys(rule, first[i], last[i], seq_len[i])}
             assert columns[:num_pages, i].tolist() == sorted(seen)
             assert num_pages <= rule.max_pages(int(last[i] - first[i] + 1), places.size, page_size)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_sequences_of_their_own_sink_tokens_see_the_same_as_with_these_for_all(page_size: int) -> None:
+    """Where sink tokens reach the window, the run is one from the first page on."""
+    rng = np.random.default_rng(page_size)
+    seq_len = rng.integers(1, 60, 40)
+    first = rng.integers(0, seq_len)
+    last = rng.integers(first, seq_len)
+    sinks = rng.integers(0, 40, 40)
+    places, key_pos = np.arange(-(-60 // page_size))[:, None], np.arange(60)
+    for window, chunk in ((1, None), (5, None), (None, 6), (16, 10)):
+        rule = MaskRule(True, window, chunk, sinks_by_sequence=True)
+        run = rule.page_run(first, last, seq_len, page_size, sinks)
+        columns = np.asarray(run.column(places))
+        for i, num_pages in enumerate(np.asarray(run.num_pages)):
+            keys = _keys(MaskRule(True, window, chunk, int(sinks[i])), first[i], last[i], seq_len[i])
+            assert columns[:num_pages, i].tolist() == sorted({k // page_size for k in keys})
+            assert num_pages <= rule.max_pages(int(last[i] - first[i] + 1), places.size, page_size)
+            seen = rule.visible(key_pos, first[i], last[i], seq_len[i], sinks[i])
+            assert np.flatnonzero(np.asarray(seen)).tolist() == keys
 
 
 def test_visible_is_the_union_over_the_queries() -> None:
