@@ -102,6 +102,7 @@ def _states(group: GroupPlan, num_requests: int) -> np.ndarray | None:
         ("encoder tokens", group.encoder_starts is not None),
         ("compressed states", bool(group.compressed)),
         ("reserved blocks", group.reserved_blocks is not None and group.reserved_blocks.size > 0),
+        ("prompts that all tokens see", group.prompt_tokens is not None),
         ("states of drafts", group.state_write is not None and group.state_write.ndim > 1),
     ):
         if has:

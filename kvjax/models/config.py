@@ -34,14 +34,15 @@ class StreamingWindow:
     """StreamingLLM (arXiv 2309.17453): every query sees the last `size` tokens, itself included, and the first ones.
 
     Positions are those of the whole text, so it runs for as long as the model's rotary embeddings do; its cache does
-    not grow.
+    not grow. With `keeps_prompt` queries see the whole prompt, and of the answer the window (R-SWA).
 
     Raises:
         ValueError: `size` is below 1, or `num_sink_tokens` below 0.
     """
 
     size: int
-    num_sink_tokens: int = 4
+    num_sink_tokens: int = 4  # first tokens, where not the whole prompt is seen
+    keeps_prompt: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.num_sink_tokens < 0:

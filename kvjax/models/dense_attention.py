@@ -80,6 +80,10 @@ def _check_options(layer_name: str, options: AttentionOptions) -> None:
     names = ", ".join(name for name in ("k_scale", "v_scale") if getattr(options, name) is not None)
     if names:
         raise NotImplementedError(f"{layer_name}: expected dense attention without scales of pages, got {names}")
+    if options.sees_prompt:
+        raise NotImplementedError(
+            f"{layer_name}: expected sees_prompt=False of dense attention, which knows no prompts"
+        )
 
 
 def _chunk_width(options: AttentionOptions) -> int | None:

@@ -93,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--sink-tokens", type=int, default=4, metavar="N", help="and the first N, which it needs to stay stable (4)"
     )
+    how.add_argument(
+        "--keep-prompt", action="store_true", help="with --window: see the whole prompt in place of the first tokens"
+    )
     own = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "async_scheduling": False}
     add_fields(how, EngineConfig, *SETTINGS, *RULES, *own, **own)
     add_rules_argument(how, RULES)
@@ -180,7 +183,9 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
 
     mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
     folder = demo_model_path() if args.model is None else args.model
-    streaming = None if args.window is None else StreamingWindow(size=args.window, num_sink_tokens=args.sink_tokens)
+    streaming = None
+    if args.window is not None:
+        streaming = StreamingWindow(size=args.window, num_sink_tokens=args.sink_tokens, keeps_prompt=args.keep_prompt)
     model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len, streaming=streaming)
     return model, mesh
 
@@ -252,6 +257,8 @@ def _local_layers(engine: LLMEngine) -> Iterator[str]:
         window = f" with a window of {spec.sliding_window}" if isinstance(spec, SlidingWindowSpec) else None
         if window is not None and spec.num_sink_tokens:
             window += f" and the first {spec.num_sink_tokens}"
+        if spec.rswa_window is not None:
+            window = f" with the prompt and a window of {spec.rswa_window}"
         counts[window or f" of kind {spec.kind}"] += len(group.layer_names) * (spec.kind != "full_attention")
     return (f"{count}{words}" for words, count in counts.items() if count)
 

@@ -197,7 +197,10 @@ def _lengths_and_places(
         return [{**told, "slot_mapping": of_group} for of_group in slots]
     _check_blocks(step.rows, own, step.seq_lens)
     slots = _slots(tables.entries, tables.block_size, step.tokens.rows, places)
-    plain = [{"seq_lens": step.plan_lens, "slot_mapping": of_group} for of_group in slots]
+    plain: list[dict[str, Any]] = [{"seq_lens": step.plan_lens, "slot_mapping": of_group} for of_group in slots]
+    if spec.rswa_window is not None:
+        prompts = step.encoder.table.num_prompt_tokens[step.rows].astype(np.int32)
+        return [{**fields, "prompt_tokens": prompts} for fields in plain]
     return [
         fields if group.tokens_per_state == {1} else _compressed_fields(group.tokens_per_state, own, place, step)
         for place, (group, fields) in enumerate(zip(groups, plain, strict=True))

@@ -40,7 +40,9 @@ class StepTables(BlockTables, Protocol):
 
     @property
     def request_table(self) -> Any:
-        """token_ids int32[rows, cols], num_tokens and num_computed_tokens int64[rows], request_ids object[rows]."""
+        """token_ids int32[rows, cols], int64[rows] num_tokens, num_computed_tokens and num_prompt_tokens (of R-SWA),
+        and request_ids object[rows].
+        """
 
     def take_page_copies(self) -> tuple[PageCopies, ...]:
         """Per pool the pages that this step copies first."""

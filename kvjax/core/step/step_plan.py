@@ -74,6 +74,7 @@ class GroupPlan:
     reserved_blocks: np.ndarray | None = (
         None  # int32[k] before every request's own: learned sinks, written by the model
     )
+    prompt_tokens: np.ndarray | None = None  # int32[S] of each request, which its queries see whole; None: no R-SWA
     padded_tables: np.ndarray | None = None  # read-only int32[>= S, >= P] that `block_tables` is the start of, 0 beyond
 
 

@@ -72,6 +72,7 @@ class DeviceGroup:
     states: DeviceStates | None = None  # of recurrent groups only
     compressed: DeviceCompressed | None = None  # of groups with entries of several tokens only
     reserved_blocks: Array | None = None  # int32[k] before every request's own, of groups with learned sinks only
+    prompt_tokens: Array | None = None  # int32[S] that every query of the request sees, of groups of R-SWA only
 
 
 @jax.tree_util.register_dataclass
@@ -141,6 +142,7 @@ class DeviceBatch:
         compressed: Mapping[int, Collection[int]] = MappingProxyType({}),
         encoder: Collection[int] = (),
         reserved: Mapping[int, int] = _NONE,
+        prompts: Collection[int] = (),
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
@@ -148,6 +150,7 @@ class DeviceBatch:
         there are tokens to score. `recurrent`: groups whose
         pages are states -> drafts with pages. `compressed`: groups with entries of several tokens -> each number of
         tokens. `encoder`: groups that read an encoder. `reserved`: groups with blocks of learned sinks -> how many.
+        `prompts`: groups of R-SWA.
         """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
@@ -167,6 +170,8 @@ class DeviceBatch:
             groups[i] = replace(groups[i], states=DeviceStates.empty(requests, num_drafts, bucket.num_checkpoints))
         for i, ratios in compressed.items():
             groups[i] = replace(groups[i], compressed=entries(ratios))
+        for i in prompts:
+            groups[i] = replace(groups[i], prompt_tokens=np.zeros(requests, np.int32))
         for i in encoder:
             groups[i] = replace(groups[i], slot_mapping=NO_SLOTS)
         return cls(
@@ -240,6 +245,7 @@ def _groups(plan: StepPlan, bucket: Bucket) -> tuple[DeviceGroup, ...]:
                 states=_states(group, bucket),
                 compressed=_compressed(plan, group, bucket),
                 reserved_blocks=None if group.reserved_blocks is None else group.reserved_blocks.copy(),
+                prompt_tokens=None if group.prompt_tokens is None else padded(group.prompt_tokens, bucket.num_requests),
             )
         )
     return tuple(groups)

@@ -20,6 +20,7 @@ class AttentionOptions:
     attention_chunk_size: int | None = None  # only keys of p's chunk: p // chunk
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     num_sink_tokens: int = 0  # the first tokens that every query sees whatever its window
+    sees_prompt: bool = False  # every query sees its request's prompt whatever its window (R-SWA)
     sinks: jax.Array | None = None  # float32[num_q_heads] logits that take part in the softmax without a value
     k_scale: jax.Array | None = None  # float32[] or [num_kv_heads]: pages hold K / k_scale
     v_scale: jax.Array | None = None  # float32[] or [num_kv_heads]

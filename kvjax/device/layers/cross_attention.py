@@ -66,7 +66,8 @@ def _check(layer: LayerStep, q: jax.Array, options: AttentionOptions) -> int:
         raise ValueError(
             f"layer {layer.name!r}: expected queries of {num_kv_heads} * n heads of {head_dim}, got {q.shape[1:]}"
         )
-    if options.sliding_window is not None or options.attention_chunk_size is not None or options.num_sink_tokens:
+    bounds = (options.sliding_window, options.attention_chunk_size)
+    if bounds != (None, None) or options.num_sink_tokens or options.sees_prompt:
         raise ValueError(f"layer {layer.name!r}: expected options without a mask, since every encoder token is seen")
     return num_kv_heads
 

@@ -40,12 +40,14 @@ def attend_kv(
     num_kv_heads = _check(layer, q, k, v)
     layer.check_visible(options)
     num_sink_tokens = _num_sink_tokens(layer, options)
+    prompts = layer.group.prompt_tokens if options.sees_prompt else None
     per_head = {"sinks": options.sinks, "k_scale": k_scale, "v_scale": v_scale}
 
-    mask = MaskRule(True, options.sliding_window, options.attention_chunk_size, num_sink_tokens)
+    bounds = (options.sliding_window, options.attention_chunk_size)
+    mask = MaskRule(True, *bounds, num_sink_tokens, sinks_by_sequence=prompts is not None)
     schedule = kv_schedule(layer, q, num_kv_heads, mask)
 
-    def attend(q, k, v, pages, per_head, tables, slot_mapping, schedule):  # type: ignore[no-untyped-def]
+    def attend(q, k, v, pages, per_head, tables, slot_mapping, schedule, prompts):  # type: ignore[no-untyped-def]
         op = partial(
             ragged_paged_attention,
             q,
@@ -55,7 +57,7 @@ def attend_kv(
             sm_scale=options.sm_scale,
             sliding_window=options.sliding_window,
             attention_chunk_size=options.attention_chunk_size,
-            num_sink_tokens=num_sink_tokens,
+            num_sink_tokens=num_sink_tokens if prompts is None else prompts,
             soft_cap=options.soft_cap,
             schedule=schedule,
             num_kv_heads=num_kv_heads // layer.placement.num_shards,
@@ -69,9 +71,10 @@ def attend_kv(
 
     heads, page_specs = layer.heads(3, 1), layer.page_specs
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
-    in_specs = (heads, heads, heads, page_specs, per_head_specs, layer.by_rank, layer.by_rank, WHOLE)
+    in_specs = (heads, heads, heads, page_specs, per_head_specs, layer.by_rank, layer.by_rank, WHOLE, layer.by_rank)
     attend_on_each = layer.per_device(attend, in_specs, (heads, page_specs))
-    out, pages = attend_on_each(q, k, v, layer.pages, per_head, layer.tables, layer.group.slot_mapping, schedule)
+    step = (layer.tables, layer.group.slot_mapping, schedule, prompts)
+    out, pages = attend_on_each(q, k, v, layer.pages, per_head, *step)
     return out, pages
 
 
@@ -108,8 +111,10 @@ def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRul
 
     def make() -> Any:
         own_heads, is_decode = num_kv_heads // num_shards, layer.batch.is_decode
-        step = (*layer.tables, mask)
-        return plan(own_q, own_pages, *step, num_kv_heads=own_heads, is_decode=is_decode, backend=layer.backend)
+        given: dict[str, Any] = {"num_kv_heads": own_heads, "is_decode": is_decode, "backend": layer.backend}
+        if mask.sinks_by_sequence:
+            given["sink_tokens"] = layer.group.prompt_tokens
+        return plan(own_q, own_pages, *layer.tables, mask, **given)
 
     shapes = tuple((array.shape, array.dtype.name) for array in (own_q, *own_pages))
     return layer.planned(("kv", shapes, mask), make)

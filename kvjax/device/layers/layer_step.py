@@ -123,7 +123,7 @@ class LayerStep:
     def check_visible(self, options: AttentionOptions) -> None:
         """Raises ValueError where a query would see tokens whose blocks the layer's group frees."""
         kept = {name: getattr(self.spec, name) for name in self.spec.kept_fields}
-        window, chunk = kept.get("sliding_window"), kept.get("attention_chunk_size")
+        window, chunk = kept.get("sliding_window", kept.get("rswa_window")), kept.get("attention_chunk_size")
         if window is not None and (options.sliding_window is None or options.sliding_window > window):
             raise ValueError(
                 f"layer {self.name!r}: keeps a window of {window} tokens, asked for {options.sliding_window}"
@@ -131,6 +131,11 @@ class LayerStep:
         if chunk is not None and (options.attention_chunk_size is None or chunk % options.attention_chunk_size):
             raise ValueError(
                 f"layer {self.name!r}: keeps chunks of {chunk} tokens, asked for {options.attention_chunk_size}"
+            )
+        if options.sees_prompt and "rswa_window" not in kept:
+            raise ValueError(
+                f"layer {self.name!r}: expected a cache of R-SWA, which keeps prompts, with sees_prompt=True, got "
+                f"{self.spec.kind}"
             )
         first = kept.get("num_sink_tokens", 0)
         if kept and options.num_sink_tokens > first:

@@ -57,6 +57,7 @@ def of_wanted(layer: LayerStep, rows: jax.Array) -> LayerStep:  # int32[N]
         block_tables=jnp.where(is_real[:, None], jnp.asarray(group.block_tables)[sequence], 0),
         seq_lens=jnp.where(is_real, seq_lens, 0),
         slot_mapping=jnp.full(num_rows, -1, jnp.int32),
+        prompt_tokens=None if group.prompt_tokens is None else jnp.asarray(group.prompt_tokens)[sequence],
     )
     return replace(layer, batch=own_batch, group=own_group, schedules={})
 

@@ -336,6 +336,7 @@ class UpdateStep:
             compressed=compressed,
             encoder=self.encoder.group_ids,
             reserved={i: count for i, count in counts.items() if count},
+            prompts=[i for i, group in enumerate(groups) if group.kv_cache_spec.rswa_window is not None],
         )
 
     def _update(

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.rswa import RSWASpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import ConfigError
@@ -35,6 +36,7 @@ class AttentionDecoderConfig(DecoderConfig):
     rotated_layers: tuple[bool, ...] | None = None  # per layer whether it has rotary embeddings; None: all have
     sliding_window: int | None = None  # tokens that a sliding layer sees, itself included
     num_sink_tokens: int = 0  # the first tokens, which every query of a sliding layer sees whatever its window
+    keeps_prompt: bool = False  # every query of a sliding layer sees the prompt whatever its window (R-SWA)
     attention_chunk_size: int | None = None
     state: StateShapes | None = None  # of recurrent layers
     qkv_bias: bool = False
@@ -127,6 +129,8 @@ class AttentionDecoderConfig(DecoderConfig):
         layer_type, (num_kv_heads, head_dim) = self.layer_types[layer], self.heads_of(layer)
         common = common | {"num_kv_heads": num_kv_heads, "head_size": head_dim}
         if layer_type == SLIDING and self.sliding_window is not None:
+            if self.keeps_prompt:
+                return RSWASpec(**common, rswa_window=self.sliding_window)
             window = {"sliding_window": self.sliding_window, "num_sink_tokens": self.num_sink_tokens}
             return SlidingWindowSpec(**common | window)
         if layer_type == CHUNKED and self.attention_chunk_size is not None:
@@ -145,7 +149,8 @@ class AttentionDecoderConfig(DecoderConfig):
             layer_types=(SLIDING,) * self.num_layers,
             rope_local=None,
             sliding_window=window.size,
-            num_sink_tokens=window.num_sink_tokens,
+            num_sink_tokens=0 if window.keeps_prompt else window.num_sink_tokens,
+            keeps_prompt=window.keeps_prompt,
         )
 
     @property

@@ -10,6 +10,8 @@ import pytest
 
 from kvjax.cli.generate.prompt_inputs import read_inputs
 from kvjax.cli.main import main
+from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
+from kvjax.models import StreamingWindow
 from tests.models.families import FAMILIES, Family, inputs_of
 from tests.models.golden_models import Golden, goldens_of, model_folder
 
@@ -51,6 +53,22 @@ def test_tokens_are_those_of_hugging_face(family: Family, tmp_path: Path, capsys
     shown = "".join(f"{token} " for token in goldens[0].greedy)
     assert requests[0]["text"] == shown
     assert shown in capsys.readouterr().out
+
+
+def test_a_window_may_keep_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, golden = model_folder("streaming_llm"), goldens_of("streaming_llm")[0]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_token_ids": golden.prompt.tolist()}) + "\n")
+    arguments = ["--model", folder, "--prompts", tmp_path / "prompts.jsonl", "--dtype", "float32", "--max-tokens", 40]
+    arguments += ["--temperature", 0, "--window", 8, "--keep-prompt", "--no-plot", "--json", tmp_path / "report.json"]
+    arguments += ["--max-num-seqs", 1, "--max-num-batched-tokens", 64]
+    assert main(["generate", *map(str, arguments)]) == 0, capsys.readouterr().err
+    assert "with the prompt and a window of 8" in capsys.readouterr().out
+    [request] = json.loads((tmp_path / "report.json").read_text())["requests"]
+    config = EngineConfig(num_blocks=100, max_model_len=200, max_num_seqs=1, max_num_batched_tokens=64)
+    window = StreamingWindow(size=8, keeps_prompt=True)
+    engine = LLMEngine.from_folder(folder, config, dtype="float32", streaming=window)
+    [result] = engine.generate([golden.prompt], SamplingParams(max_tokens=40, temperature=0.0))
+    assert request["output_token_ids"] == result.output_token_ids.tolist()
 
 
 def test_a_bad_file_of_inputs_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kvjax.core import KVCacheManager, Request, build_step_plan
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.rswa import RSWASpec
 from kvjax.core.kinds.sink_full import SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.core.spec import cdiv
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, cdiv
 from kvjax.device import AttentionOptions, Bucket, DeviceBatch, Placement, StepCache, create_pages, write_kv
 from tests.device.aliases import assert_in_place
 from tests.device.dense_cache import DenseCache
@@ -131,6 +134,11 @@ def test_pages_are_updated_in_place() -> None:
         ("layers.1", AttentionOptions(sm_scale=1.0), "keeps chunks of 6 tokens, asked for None"),
         ("layers.1", AttentionOptions(sm_scale=1.0, attention_chunk_size=4), "keeps chunks of 6 tokens, asked for 4"),
         ("layers.1", AttentionOptions(sm_scale=1.0, attention_chunk_size=3, num_sink_tokens=1), "the first 0 .* 1"),
+        (
+            "layers.0",
+            AttentionOptions(sm_scale=1.0, sliding_window=WINDOW, sees_prompt=True),
+            "expected a cache of R-SWA, which keeps prompts, with sees_prompt=True, got sliding_window",
+        ),
     ],
 )
 def test_refuses_to_look_at_what_is_freed(layer: str, options: AttentionOptions, message: str) -> None:
@@ -139,3 +147,41 @@ def test_refuses_to_look_at_what_is_freed(layer: str, options: AttentionOptions,
     cache = StepCache(create_pages(config), batch, config)
     with pytest.raises(ValueError, match=f"layer '{layer}': .*{message}"):
         cache(layer, np.zeros((4, 8, 8), np.float32), *(np.zeros((4, 4, 8), np.float32),) * 2, options)
+
+
+PROMPT_AND_WINDOW = AttentionOptions(sm_scale=0.4, sliding_window=WINDOW, sees_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dataclasses.replace(PROMPT_AND_WINDOW, sliding_window=WINDOW + 1), "keeps a window of 6 tokens, asked for 7"),
+        (dataclasses.replace(PROMPT_AND_WINDOW, sliding_window=None), "keeps a window of 6 tokens, asked for None"),
+        (dataclasses.replace(PROMPT_AND_WINDOW, num_sink_tokens=1), "keeps the first 0 tokens, asked for 1"),
+    ],
+)
+def test_rswa_refuses_to_look_at_what_is_freed(options: AttentionOptions, message: str) -> None:
+    spec = RSWASpec(**HEADS, rswa_window=WINDOW)
+    pools = (KVCachePoolSpec(8, (spec.page_layout("cpu"),)),)
+    config = KVCacheConfig(pools, (KVCacheGroupSpec(("layers.0",), spec),))
+    cache = StepCache(create_pages(config), DeviceBatch.empty(Bucket(4, 2, 2), 1, prompts=[0]), config)
+    with pytest.raises(ValueError, match=message):
+        cache("layers.0", np.zeros((4, 8, 8), np.float32), *(np.zeros((4, 4, 8), np.float32),) * 2, options)
+
+
+def test_the_prompts_of_a_step_come_padded() -> None:
+    """Of groups of R-SWA alone, in the order of the plan: decode first."""
+    specs = (RSWASpec(**HEADS, rswa_window=WINDOW), FullAttentionSpec(**HEADS))
+    manager = KVCacheManager(KVCacheConfig.single_pool(40, *specs), 64, BLOCK)
+    requests = [Request("long", range(9)), Request("short", range(5))]
+    for request in requests:
+        assert manager.allocate_slots(request, 4) is not None
+        request.num_computed_tokens = 4
+    for request, new in zip(requests, (5, 1), strict=True):
+        assert manager.allocate_slots(request, new) is not None
+    plan = build_step_plan(manager, np.array([request.row for request in requests]), np.array([5, 1]))
+    assert plan.groups[0].prompt_tokens.tolist() == [5, 9]
+    assert plan.groups[1].prompt_tokens is None
+    batch = DeviceBatch.from_plan(plan, Bucket(8, 4, 4))
+    assert batch.groups[0].prompt_tokens.tolist() == [5, 9, 0, 0]
+    assert batch.groups[1].prompt_tokens is None

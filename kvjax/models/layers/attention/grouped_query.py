@@ -94,6 +94,7 @@ def attention_options(config: AttentionDecoderConfig, layer: int) -> AttentionOp
         sm_scale=config.sm_scale,
         sliding_window=window,
         num_sink_tokens=0 if window is None else config.num_sink_tokens,
+        sees_prompt=window is not None and config.keeps_prompt,
         attention_chunk_size=config.chunk_of(layer),
         soft_cap=config.attn_logit_soft_cap,
     )
