@@ -63,6 +63,8 @@ ALLOWED = {
         "kvjax.device",
         "kvjax.extras",
         "kvjax.tiers.connector",
+        "kvjax.tiers.processes.reports",
+        "kvjax.tiers.worker.pace",
         "kvjax.transfer",
         "pallas_kernels",
     ),

@@ -17,13 +17,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.device import KVPages, Placement
+from kvjax.device.mesh.processes import ProcessBoard, spans_processes
 from kvjax.errors import TransferError
 from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector, WeightsInUse
+from kvjax.tiers.processes.reports import Reports
+from kvjax.tiers.worker.pace import PieceState
+from kvjax.transfer.load_pace import CommonLoads, LoadPace, OwnLoads
 from kvjax.transfer.no_tier import NoTier
 from kvjax.transfer.peers.arrival import Arrival
 from kvjax.transfer.peers.page_client import PageClient
@@ -32,6 +36,7 @@ from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
 from kvjax.transfer.sent_request import PageWriter
 
 PAUSE_S = 5e-4  # between looks at arrivals, in `wait`
+BOARD_TIMEOUT_S = 600.0  # for the slowest process
 MAX_TICKETS = 65_536  # that are expected; the oldest are forgotten first
 
 logger = logging.getLogger("kvjax.transfer")
@@ -45,6 +50,10 @@ class _Load:
     ticket: Ticket
     pages: RequestPages
 
+    def digest(self) -> bytes:
+        """What processes compare."""
+        return self.pages.digest(f"load {self.load_id}")
+
 
 @dataclass(frozen=True)
 class DecodeMeta:
@@ -53,14 +62,19 @@ class DecodeMeta:
     starts: tuple[_Load, ...] = ()
     cancelled: tuple[int, ...] = ()
 
+    def digest(self) -> bytes:
+        """What processes compare."""
+        return b"".join(load.digest() for load in self.starts) + repr(self.cancelled).encode()
+
 
 @dataclass
 class _Pulling:
     """A load that the worker is at."""
 
+    ticket: Ticket
     pages: RequestPages
     arrival: Arrival
-    deadline_s: float
+    number: int  # of the pace
 
 
 @dataclass
@@ -72,7 +86,11 @@ class _Report:
 
 
 class DecodeConnector:
-    """A `KVConnector`, both sides in one, but for `DecodeRank`. Owned by the engine's thread; only `wait` waits."""
+    """A `KVConnector`, both sides in one, but for `DecodeRank`. Owned by the engine's thread; only `wait` waits.
+
+    Over several processes each has a connector and a client of its own, all expect the same tickets, and a load counts
+    once all processes have their parts of it.
+    """
 
     def __init__(
         self,
@@ -87,8 +105,11 @@ class DecodeConnector:
         self.scheduler = self.worker = self
         self.num_failed = 0  # loads, since the start
         self.num_refused = 0  # tickets of other tokens, salts or adapters than the request's, since the start
-        self._client, self._timeout_s, self._clock = client, timeout_s, clock
+        self._client = client
         self._placement = Placement.create() if placement is None else placement
+        self._pace: LoadPace = OwnLoads(timeout_s, clock)
+        if spans_processes(self._placement.mesh):
+            self._pace = CommonLoads(Reports(ProcessBoard(BOARD_TIMEOUT_S), timeout_s=timeout_s, clock=clock))
         self._ranks = [DecodeRank(self, rank) for rank in range(self._placement.num_data)]
         self._weights_name = self._weights_version = weights_version
         self._bound_writer: PageWriter | None = None  # until an engine has this connector
@@ -158,11 +179,11 @@ class DecodeConnector:
             self._starts = [load for load in self._starts if load.load_id != load_id]
             self._cancelled.append(load_id)
 
-    def build_connector_meta(self) -> DecodeMeta:
-        """Loads to start and to drop."""
+    def build_connector_meta(self) -> tuple[DecodeMeta, ...]:
+        """Loads to start and to drop, if there are any."""
         meta = DecodeMeta(tuple(self._starts), tuple(self._cancelled))
         self._starts, self._cancelled = [], []
-        return meta
+        return (meta,) if meta.starts or meta.cancelled else ()
 
     def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
         """Whose loads have ended. A load that the worker neither has nor reports is lost, and failed."""
@@ -190,38 +211,43 @@ class DecodeConnector:
         """The pages. Programs depend on lengths of requests, and are compiled when one first comes."""
         return pages
 
-    def start_load_kv(self, pages: KVPages, metadata: DecodeMeta) -> KVPages:
+    def start_load_kv(self, pages: KVPages, metadata: Sequence[DecodeMeta]) -> KVPages:
         """Asks peers for what is new, and writes what has arrived."""
-        for load in metadata.starts:
-            try:
-                arrival = self._client.pull(load.ticket, self._writer)
-            except Exception as error:  # of whatever kind: it costs this request its load
-                self._fail(load.load_id, error)
-            else:
-                self._pulling[load.load_id] = _Pulling(load.pages, arrival, self._clock() + self._timeout_s)
-        for load_id in metadata.cancelled:
-            if load_id in self._pulling:
-                self._pulling.pop(load_id).arrival.cancel()
+        for meta in metadata:
+            for load in meta.starts:
+                arrival = self._asked(load)
+                self._pulling[load.load_id] = _Pulling(load.ticket, load.pages, arrival, self._pace.watch(arrival))
+            for load_id in meta.cancelled:
+                if load_id in self._pulling:
+                    self._drop(self._pulling.pop(load_id))
         for load_id, pulling in list(self._pulling.items()):
-            if pulling.arrival.is_ready or self._clock() > pulling.deadline_s:
+            state = self._pace.state_of(pulling.number)
+            if state is not PieceState.ON_ITS_WAY:
                 del self._pulling[load_id]
-                pages = self._written(pages, load_id, pulling)
+                pages = self._written(pages, load_id, pulling, state)
         return pages
 
     def get_finished(self) -> ConnectorOutput:
         """Loads that were written or have failed since the last call."""
+        self._pace.begin_turn()
         report, self._report = self._report, _Report()
         return ConnectorOutput(report.written, frozenset(report.failed), frozenset(self._pulling))
 
     def wait(self) -> None:
         """Waits until a load has arrived, or is late."""
         while self._pulling and not self._report.written and not self._report.failed:
-            now = self._clock()
-            if any(pulling.arrival.is_ready or now > pulling.deadline_s for pulling in self._pulling.values()):
+            if any(pulling.arrival.is_ready for pulling in self._pulling.values()):
                 return
             time.sleep(PAUSE_S)
+            if self._pace.must_be_asked:
+                return
 
     # -- KVConnector ------------------------------------------------------------------------------------------------
+
+    @property
+    def works_over_processes(self) -> bool:
+        """Whether an engine of several processes may have it: each has one of its own."""
+        return True
 
     @property
     def placement(self) -> Placement:
@@ -244,7 +270,7 @@ class DecodeConnector:
     def reset(self, *, forget: bool = True) -> None:
         """Drops all that is in flight; tickets of requests that were not admitted stay."""
         for pulling in self._pulling.values():
-            pulling.arrival.cancel()
+            self._drop(pulling)
         self._start()
 
     def close(self) -> None:
@@ -259,14 +285,31 @@ class DecodeConnector:
             )
         return self._bound_writer
 
-    def _written(self, pages: KVPages, load_id: int, pulling: _Pulling) -> KVPages:
-        """Pages with a load that has arrived, or the same pages and a failure."""
+    def _asked(self, load: _Load) -> Arrival:
+        """A pull that has begun, or one that has failed, of whatever kind: it costs the request its load."""
         try:
-            pages = self._writer.write(pages, pulling.pages, pulling.arrival.wait(0.0))
+            return self._client.pull(load.ticket, self._writer, load.pages.rank)
+        except Exception as error:
+            return Arrival.failed(load.ticket, error)
+
+    def _drop(self, pulling: _Pulling) -> None:
+        pulling.arrival.cancel()
+        self._pace.forget(pulling.number)
+
+    def _written(self, pages: KVPages, load_id: int, pulling: _Pulling, state: PieceState) -> KVPages:
+        """Pages with a load that has arrived everywhere, or the same pages and a failure."""
+        try:
+            sent = pulling.arrival.wait(0.0)
+            if state is not PieceState.THERE:
+                raise TransferError(f"another process's part is {state.value}")
+            pages = self._writer.write(pages, pulling.pages, sent)
         except (TransferError, ValueError) as error:  # no page was written
+            self._drop(pulling)
             self._fail(load_id, error)
         else:
             self._report.written[load_id] = 1
+            if self._writer.spans_processes:
+                self._client.release(pulling.ticket)
         return pages
 
     def _fail(self, load_id: int, error: Exception) -> None:
@@ -319,7 +362,7 @@ class DecodeRank:
         self._connector.drop_ticket(request.request_id)
         self._connector.cancel_load(request.request_id)
 
-    def build_connector_meta(self) -> DecodeMeta:
+    def build_connector_meta(self) -> tuple[DecodeMeta, ...]:
         """As of the connector."""
         return self._connector.build_connector_meta()
 

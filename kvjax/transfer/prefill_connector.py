@@ -19,6 +19,7 @@ from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector, W
 from kvjax.transfer.no_tier import NoTier
 from kvjax.transfer.peers.page_server import PageServer
 from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
+from kvjax.transfer.senders import Senders
 from kvjax.transfer.sent_request import PageReader
 
 MAX_TICKETS = 4096  # that nobody has taken
@@ -30,6 +31,10 @@ class _Ended(NamedTuple):
     request: Request
     pages: RequestPages
 
+    def digest(self) -> bytes:
+        """What processes compare."""
+        return self.pages.digest(self.request.request_id)
+
 
 class PrefillConnector:
     """A `KVConnector`, both sides in one, but for `PrefillRank`. Owned by the engine's thread.
@@ -37,6 +42,8 @@ class PrefillConnector:
     Of a request with prompt p that generated tokens t, the KV of all but the last of p + t is offered: a decode engine
     that gets p + t as its prompt has one token to compute. With recurrent layers a request that ended by a token, and
     not by `max_tokens`, has no ticket under asynchronous scheduling: its state has moved on.
+
+    Over several processes each has a connector and a server of its own, and the same tickets.
     """
 
     def __init__(
@@ -48,8 +55,8 @@ class PrefillConnector:
     ) -> None:
         """A connector without tickets."""
         self.scheduler = self.worker = self
-        self._server = server
         self._placement = Placement.create() if placement is None else placement
+        self._senders = Senders(server, self._placement)
         self._ranks = [PrefillRank(self, rank) for rank in range(self._placement.num_data)]
         self._weights_name = self._weights_version = weights_version
         self._tickets: OrderedDict[str, bytes] = OrderedDict()  # by age
@@ -99,7 +106,8 @@ class PrefillConnector:
     def start_load_kv(self, pages: KVPages, metadata: Sequence[_Ended]) -> KVPages:
         """Reads what ended, and offers it. Of tickets that nobody takes the newest are kept."""
         for request, table in metadata:
-            self._tickets[request.request_id] = self._server.offer(self._reader.read(pages, table), request)
+            sent = self._reader.read(pages, table)
+            self._tickets[request.request_id] = self._senders.offer(sent, request, table.rank)
             while len(self._tickets) > MAX_TICKETS:
                 self._tickets.popitem(last=False)
         return pages
@@ -112,6 +120,11 @@ class PrefillConnector:
         """There is nothing to wait for."""
 
     # -- KVConnector ------------------------------------------------------------------------------------------------
+
+    @property
+    def works_over_processes(self) -> bool:
+        """Whether an engine of several processes may have it: each has one of its own."""
+        return True
 
     @property
     def placement(self) -> Placement:

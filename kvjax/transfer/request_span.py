@@ -8,6 +8,7 @@ A recurrent state is one entry, after the last token; its page is the one column
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,13 @@ class RequestPages:
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.stop:
             raise ValueError(f"expected 0 <= first < stop, got tokens {self.first} to {self.stop}")
+
+    def digest(self, request_id: str) -> bytes:
+        """What processes compare that are to send or receive the same."""
+        found = hashlib.sha256(repr((request_id, self.first, self.stop, self.rank)).encode())
+        for table in self.tables:
+            found.update(np.ascontiguousarray(table, np.int64).tobytes())
+        return found.digest()
 
     def entries(self, spec: KVCacheSpec) -> tuple[int, int]:
         """First and end of the entries of a layer; of states (0, 1)."""

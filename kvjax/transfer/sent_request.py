@@ -22,12 +22,14 @@ from jax.sharding import NamedSharding
 
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.device.mesh.placement import Placement
+from kvjax.device.mesh.processes import spans_processes
 from kvjax.device.mesh.transfers import hands_over
 from kvjax.device.pages.kv_pages import KVPages
 from kvjax.device.pages.rank_pages import part_of_rank
 from kvjax.transfer.entries import Arrays
 from kvjax.transfer.entry_map import NOT_SENT, ReceivedPages, SentPages, received_pages, sent_pages
-from kvjax.transfer.head_part import ALL, HeadPart
+from kvjax.transfer.head_homes import own_heads
+from kvjax.transfer.head_part import HeadPart
 from kvjax.transfer.layer_pages import LayerPages, layers_of, padded_ids, padded_length, read_entries, write_entries
 from kvjax.transfer.request_span import RequestPages, check_tables
 from pallas_kernels.layouts import cdiv
@@ -110,14 +112,13 @@ class PageWriter:
         self._layers = {layer.name: layer for layer in layers_of(kv_cache_config, placement)}
 
     @property
-    def head_part(self) -> HeadPart:
-        """The heads that this process's devices hold."""
-        mesh, axis = self._placement.mesh, self._placement.head_axis
-        if axis is None:
-            return ALL
-        places = np.argwhere(np.vectorize(lambda device: device.process_index)(mesh.devices) == jax.process_index())
-        own = places[:, mesh.axis_names.index(axis)]
-        return HeadPart(int(own.min()), int(own.max()) + 1, self._placement.num_shards)
+    def spans_processes(self) -> bool:
+        """Whether other processes write parts of what this one writes."""
+        return spans_processes(self._placement.mesh)
+
+    def own_heads(self, rank: int) -> HeadPart | None:
+        """The heads of a data rank that this process's devices hold; None: it has no device of the rank."""
+        return own_heads(self._placement, rank)
 
     def check(self, header: SentHeader) -> None:
         """Raises ValueError unless entries of this header are those of the deployment's layers and weights."""

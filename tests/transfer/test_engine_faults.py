@@ -120,7 +120,7 @@ def test_a_connector_that_raises_costs_requests_their_loads_and_no_cache(
 @pytest.mark.parametrize("num_rounds", [3, pytest.param(125, marks=[pytest.mark.sweep, pytest.mark.timeout(3_600)])])
 def test_tokens_are_equal_over_a_faulty_network(pair: Pair, num_rounds: int) -> None:
     """Eight requests a round, each loaded over a network with faults or computed here; nothing leaks."""
-    server = pair.source._server
+    server = pair.source._senders._server
     with faulty_proxy(server.address, 0.03) as proxy:
         for _ in range(num_rounds):
             pair.decode.reset()

@@ -209,7 +209,7 @@ class FaultyPeer:
     def matches(self, ticket: Ticket, request: Request) -> bool:
         return content_code(KEY, request, ticket.header.stop) == ticket.content
 
-    def pull(self, ticket: Ticket, writer: PageWriter) -> FaultyArrival:
+    def pull(self, ticket: Ticket, writer: PageWriter, rank: int) -> FaultyArrival:
         fault = self.rng.choice(["", "refused", "lost", "hangs"], p=[0.4, 0.2, 0.2, 0.2])
         self.num_faults += fault != ""
         if fault == "refused":

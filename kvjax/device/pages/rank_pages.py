@@ -135,14 +135,16 @@ def ids_among_ranks(
 
 
 def part_of_rank(array: jax.Array, rank: int, num_ranks: int) -> jax.Array:
-    """The rows of one rank, on its devices; without a copy."""
+    """The rows of one rank, on its devices; without a copy. A process may have none of them."""
     if num_ranks == 1:
         return array
     assert isinstance(array.sharding, NamedSharding)
     num_rows = array.shape[0] // num_ranks
     own = [shard.data for shard in array.addressable_shards if (shard.index[0].start or 0) == rank * num_rows]
     shape = (num_rows, *array.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding_of_rank(array.sharding, rank), own)
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding_of_rank(array.sharding, rank), own, dtype=array.dtype
+    )
 
 
 def num_ranks_of(sharding: NamedSharding) -> int:

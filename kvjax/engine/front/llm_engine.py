@@ -123,7 +123,7 @@ class LLMEngine(EngineLifeCycle):
         check_parts(
             placement,
             has_draft_model=draft_model is not None,
-            has_connector=connector is not None,
+            connector=connector,
         )
         agreement = None
         if spans_processes(placement.mesh):

@@ -74,15 +74,16 @@ class LoopParts:
         )
 
 
-def check_parts(placement: Placement, *, has_draft_model: bool = False, has_connector: bool = False) -> None:
+def check_parts(placement: Placement, *, has_draft_model: bool = False, connector: KVConnector | None = None) -> None:
     """Raises NotImplementedError where data ranks or several processes cannot have a part of an engine."""
     if placement.num_data > 1 and has_draft_model:
         raise NotImplementedError(
             f"draft models do not work over {placement.num_data} data ranks; run an engine on each"
         )
-    if has_connector and spans_processes(placement.mesh):
+    works = connector is None or getattr(connector, "works_over_processes", False)
+    if not works and spans_processes(placement.mesh):
         raise NotImplementedError(
-            "connectors of the caller's do not work over several processes, where loads would end at other steps"
+            f"a {type(connector).__name__} does not work over several processes, where loads would end at other steps"
         )
 
 

@@ -101,6 +101,11 @@ class Reports:
             self._states.pop(number, None)
         return state
 
+    def forget(self, number: int) -> None:
+        """A piece is of no use any more, in all processes."""
+        self._pieces.pop(number, None)
+        self._states.pop(number, None)
+
     def lose(self, owner: int, names: Iterable[int]) -> None:
         """Units, by numbers that name them, did not go to disk here."""
         self._losses.extend((owner, name) for name in names)

@@ -20,6 +20,13 @@ class Arrival:
         """A pull that a thread is at; `cancel` breaks it off."""
         self._ticket, self._future, self._cancel = ticket, future, cancel
 
+    @classmethod
+    def failed(cls, ticket: Ticket, error: Exception) -> Arrival:
+        """A pull that could not be begun."""
+        future: Future[SentRequest] = Future()
+        future.set_exception(error)
+        return cls(ticket, future, lambda: None)
+
     @property
     def is_ready(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
@@ -43,6 +50,10 @@ class Arrival:
         header = self._ticket.header
         message = f"tokens {header.first} to {header.stop} did not arrive: {cause}; compute them here"
         raise TransferError(message) from (cause if isinstance(cause, Exception) else None)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Calls back once `is_ready`, on any thread."""
+        self._future.add_done_callback(lambda _: callback())
 
     def cancel(self) -> None:
         """Breaks the pull off; `wait` raises."""

@@ -1,23 +1,25 @@
-"""Entries that wait to be pulled: each under a random id, until it is taken or its time is over.
+"""Entries that wait to be pulled: each under an id of its own, until it is taken or its time is over.
 
 Flow:    PageServer.offer -> [Offers] -> pulls of peers;   a thread forgets what nobody took
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvjax.transfer.peers.ticket import OFFER_BYTES
+from kvjax.transfer.head_part import ALL, HeadPart
 from kvjax.transfer.sent_request import SentRequest
 
 
 @dataclass(frozen=True)
-class _Offer:
+class Offer:
+    """Entries that wait."""
+
     sent: SentRequest
+    share: HeadPart  # of the heads, that this process has
     num_bytes: int
     end_s: float
 
@@ -29,7 +31,7 @@ class Offers:
         """No offers. Over `max_bytes` the oldest go; the newest stays whatever its size."""
         self.num_expired = 0  # that nobody took in time, or that gave way to newer ones
         self._ttl_s, self._max_bytes = ttl_s, max_bytes
-        self._offers: OrderedDict[bytes, _Offer] = OrderedDict()  # by age
+        self._offers: OrderedDict[bytes, Offer] = OrderedDict()  # by age
         self._num_bytes = 0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -44,23 +46,20 @@ class Offers:
         """Of all entries that wait."""
         return self._num_bytes
 
-    def add(self, sent: SentRequest) -> bytes:
-        """Keeps entries; the id of their offer."""
-        offer_id = secrets.token_bytes(OFFER_BYTES)
-        num_bytes = sum(array.nbytes for arrays in sent.arrays for array in arrays)
+    def add(self, offer_id: bytes, sent: SentRequest, share: HeadPart = ALL) -> None:
+        """Keeps entries under an id that nobody can guess."""
+        num_bytes = sum(own.data.nbytes for arrays in sent.arrays for one in arrays for own in one.addressable_shards)
         with self._changed:
-            self._offers[offer_id] = _Offer(sent, num_bytes, time.monotonic() + self._ttl_s)
+            self._offers[offer_id] = Offer(sent, share, num_bytes, time.monotonic() + self._ttl_s)
             self._num_bytes += num_bytes
             while self._num_bytes > self._max_bytes and len(self._offers) > 1:
                 self._forget_oldest()
             self._changed.notify()
-        return offer_id
 
-    def get(self, offer_id: bytes) -> SentRequest | None:
+    def get(self, offer_id: bytes) -> Offer | None:
         """What waits under an id."""
         with self._changed:
-            offer = self._offers.get(offer_id)
-            return None if offer is None else offer.sent
+            return self._offers.get(offer_id)
 
     def drop(self, offer_id: bytes) -> None:
         """Forgets an offer, if it is there; a pull that is under way goes on."""
@@ -90,8 +89,8 @@ class Offers:
                 self._changed.wait(self._oldest.end_s - now if self._offers else None)
 
     @property
-    def _oldest(self) -> _Offer:
+    def _oldest(self) -> Offer:
         return next(iter(self._offers.values()))
 
 
-__all__ = ["Offers"]
+__all__ = ["Offer", "Offers"]

@@ -99,8 +99,11 @@ class PageClient:
         stop = ticket.header.stop
         return stop <= request.num_tokens and content_code(self._key, request, stop) == ticket.content
 
-    def pull(self, ticket: Ticket, writer: PageWriter) -> Arrival:
-        """Begins to fetch a request's entries for the pages of `writer`; returns at once.
+    def pull(self, ticket: Ticket, writer: PageWriter, rank: int = 0) -> Arrival:
+        """Begins to fetch a request's entries for a data rank's pages of `writer`; returns at once.
+
+        Of several processes each fetches the heads that its own devices hold, and nothing for other data ranks. Once
+        all have them `release` is called; one process alone does so by itself.
 
         Raises:
             ValueError: other layers or weights, or a field that cannot be. Nothing is asked for.
@@ -110,8 +113,15 @@ class PageClient:
         for source in ticket.sources:
             self._breaker.check(source.address)
         calls = _Calls()
-        future = self._threads.submit(self._fetch, ticket, writer, calls)
+        future = self._threads.submit(self._fetch, ticket, writer, rank, calls)
         return Arrival(ticket, future, calls.cancel)
+
+    def release(self, ticket: Ticket) -> None:
+        """Tells a ticket's peers that all has arrived in all processes; waits for nothing."""
+        for source in ticket.sources:
+            call = self._channel(source.address).unary_unary(RELEASE)
+            release = call.future(source.offer, timeout=RELEASE_TIMEOUT_S)
+            release.add_done_callback(_log_release)  # which also keeps the call: one that is collected is cancelled
 
     def close(self) -> None:
         """Closes connections; pulls under way fail."""
@@ -119,10 +129,12 @@ class PageClient:
         for address in list(self._channels):
             self._disconnect(address)
 
-    def _fetch(self, ticket: Ticket, writer: PageWriter, calls: _Calls) -> SentRequest:
+    def _fetch(self, ticket: Ticket, writer: PageWriter, rank: int, calls: _Calls) -> SentRequest:
         """On a thread: all entries, on the devices that the pages of `writer` lie on."""
-        part = writer.head_part
+        part = writer.own_heads(rank)
         arrays = _empty(ticket.header, part)
+        if part is None:
+            return _on_devices(ticket.header, arrays, writer)
         for place, source in enumerate(ticket.sources):
             share = HeadPart(place, place + 1, len(ticket.sources))
             into = [
@@ -131,11 +143,14 @@ class PageClient:
                 if heads is not None or place == 0
             ]
             self._receive(source, PullRequest(source.offer, part, place == 0), into, calls)
-        return _on_devices(ticket.header, arrays, writer, part)
+        sent = _on_devices(ticket.header, arrays, writer)
+        if not writer.spans_processes:
+            self.release(ticket)
+        return sent
 
     def _receive(self, source: Source, wanted: PullRequest, arrays: Sequence[np.ndarray], calls: _Calls) -> None:
         """Fills arrays with what a source has of them."""
-        own = [np.empty(array.shape, array.dtype) if not array.flags.c_contiguous else array for array in arrays]
+        own = [np.zeros(array.shape, array.dtype) if not array.flags.c_contiguous else array for array in arrays]
         if not any(array.size for array in own):
             return
         filler = Filler(own)
@@ -152,8 +167,6 @@ class PageClient:
         for array, received in zip(arrays, own, strict=True):
             if received is not array:
                 array[...] = received
-        release = channel.unary_unary(RELEASE).future(source.offer, timeout=RELEASE_TIMEOUT_S)
-        release.add_done_callback(_log_release)  # which also keeps the call alive: one that is collected is cancelled
 
     def _failed(self, source: Source, error: Exception, *, is_cancelled: bool) -> TransferError:
         """What a caller is told. A connection that may be at fault is closed."""
@@ -183,14 +196,16 @@ class PageClient:
 Empty = tuple[np.ndarray, range | None]  # an array, and which heads it has
 
 
-def _empty(header: SentHeader, part: HeadPart) -> list[Empty]:
-    """An array for each one of the header, with the heads of this process."""
+def _empty(header: SentHeader, part: HeadPart | None) -> list[Empty]:
+    """Zeros for each array of the header, with the heads of this process; None: it has none."""
     arrays: list[Empty] = []
     for layer in header.layers:
         for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True):
-            heads = part.heads(shape[0]) if layer.has_heads else None
+            heads = None
+            if layer.has_heads:
+                heads = range(0) if part is None else part.heads(shape[0])
             own = shape if heads is None else (len(heads), *shape[1:])
-            arrays.append((np.empty((layer.num_entries, *own), jnp.dtype(dtype)), heads))
+            arrays.append((np.zeros((layer.num_entries, *own), jnp.dtype(dtype)), heads))
     return arrays
 
 
@@ -201,16 +216,16 @@ def _of_share(array: np.ndarray, heads: range, share: HeadPart, part: HeadPart) 
     return array[:, both.start - heads.start : max(both.start, both.stop) - heads.start]
 
 
-def _on_devices(header: SentHeader, arrays: list[Empty], writer: PageWriter, part: HeadPart) -> SentRequest:
-    """Arrays of all entries where `writer` wants them."""
+def _on_devices(header: SentHeader, arrays: list[Empty], writer: PageWriter) -> SentRequest:
+    """Arrays of all entries where `writer` wants them; what this process did not fetch is zero."""
     rest = iter(arrays)
     placed = []
     for layer, shardings in zip(header.layers, writer.shardings(header), strict=True):
         found = []
         for shape, sharding in zip(layer.shapes, shardings, strict=True):
             array, heads = next(rest)
-            piece = partial(_piece, array, 0 if heads is None else heads.start)
-            found.append(jax.make_array_from_callback((layer.num_entries, *shape), sharding, piece))
+            whole = (layer.num_entries, *shape)
+            found.append(jax.make_array_from_callback(whole, sharding, partial(_piece, array, heads, whole)))
         placed.append(tuple(found))
     return SentRequest(header, tuple(placed))
 
@@ -220,11 +235,14 @@ def _log_release(release: Any) -> None:
         logger.info("an offer was not released and will expire: %s", release.details())
 
 
-def _piece(array: np.ndarray, first: int, index: tuple[slice, ...] | None) -> np.ndarray:
-    """What a device holds of an array whose heads begin with `first`."""
-    assert index is not None
-    start, stop, _ = index[HEADS].indices(first + array.shape[HEADS])
-    return array[:, start - first : stop - first]
+def _piece(array: np.ndarray, heads: range | None, shape: tuple[int, ...], index: Any) -> np.ndarray:
+    """What a device holds of an array of `shape`, of which `array` has `heads`; other heads are zero."""
+    if heads is None:
+        return array
+    start, stop, _ = index[HEADS].indices(shape[HEADS])
+    if start < heads.start or stop > heads.stop:
+        return np.zeros((shape[0], stop - start, *shape[2:]), array.dtype)
+    return array[:, start - heads.start : stop - heads.start]
 
 
 __all__ = ["PageClient"]

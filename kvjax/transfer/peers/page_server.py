@@ -9,8 +9,10 @@ until they are pulled, and are copied to the host while a pull goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from kvjax.core import Request
@@ -22,7 +24,7 @@ from kvjax.transfer.peers.key import TransferKey
 from kvjax.transfer.peers.offers import Offers
 from kvjax.transfer.peers.ticket import OFFER_BYTES, Source, Ticket
 from kvjax.transfer.peers.wire import PULL, RELEASE, PullRequest, chunks, server_options
-from kvjax.transfer.sent_request import SentRequest
+from kvjax.transfer.sent_request import SentHeader, SentRequest
 
 MAX_WAITING = 256  # pulls that wait for a thread; more are refused
 
@@ -88,12 +90,30 @@ class PageServer:
         Raises:
             ValueError: the request has fewer tokens than entries were read of.
         """
-        stop = sent.header.stop
-        if request.num_tokens < stop:
-            raise ValueError(f"expected a request of at least {stop} tokens, got {request.num_tokens}")
-        content = content_code(self._key, request, stop)
-        source = Source(self._address, self._offers.add(sent))
-        return Ticket((source,), content, sent.header).to_bytes(self._key)
+        ticket = partial(self.ticket, header=sent.header, request=request)
+        offer_id = secrets.token_bytes(OFFER_BYTES)
+        data = ticket([Source(self._address, offer_id)])
+        self.hold(sent, offer_id)
+        return data
+
+    def hold(self, sent: SentRequest, offer_id: bytes, share: HeadPart = ALL) -> None:
+        """Holds what this process has of a request's entries, a share of the heads, under an id of 16 bytes."""
+        self._offers.add(offer_id, sent, share)
+
+    def offer_id(self, name: bytes) -> bytes:
+        """An id that whoever has the key makes of a name, and nobody else."""
+        return self._key.sign("offer", name)[:OFFER_BYTES]
+
+    def ticket(self, sources: Sequence[Source], header: SentHeader, request: Request) -> bytes:
+        """A signed ticket for entries that several processes hold.
+
+        Raises:
+            ValueError: the request has fewer tokens than entries were read of.
+        """
+        if request.num_tokens < header.stop:
+            raise ValueError(f"expected a request of at least {header.stop} tokens, got {request.num_tokens}")
+        content = content_code(self._key, request, header.stop)
+        return Ticket(tuple(sources), content, header).to_bytes(self._key)
 
     def close(self) -> None:
         """Hears nobody any more; offers are forgotten, and pulls under way broken off."""
@@ -119,11 +139,11 @@ class _Methods:
         codes = self._grpc.StatusCode
         try:
             wanted = PullRequest.from_bytes(data)
-            sent = self._offers.get(wanted.offer)
-            if sent is None:
+            offer = self._offers.get(wanted.offer)
+            if offer is None:
                 context.abort(codes.NOT_FOUND, "the offer was taken, has expired, or never was")
             else:
-                yield from _stream(sent, wanted)
+                yield from _stream(offer.sent, offer.share, wanted.part, with_rest=wanted.with_rest)
         except ValueError as error:
             context.abort(codes.INVALID_ARGUMENT, str(error))
 
@@ -140,14 +160,15 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _stream(sent: SentRequest, wanted: PullRequest, share: HeadPart = ALL) -> Iterator[bytes]:
+def _stream(sent: SentRequest, share: HeadPart, wanted: HeadPart, *, with_rest: bool) -> Iterator[bytes]:
     """What is wanted of the entries, of whose heads this process has a share."""
     for layer, arrays in zip(sent.header.layers, sent.arrays, strict=True):
         for array in arrays:
             if layer.has_heads:
-                num_heads = array.shape[1]
-                yield from chunks(on_host(array, overlap(share.heads(num_heads), wanted.part.heads(num_heads))))
-            elif wanted.with_rest:
+                heads = overlap(share.heads(array.shape[1]), wanted.heads(array.shape[1]))
+                if heads:
+                    yield from chunks(on_host(array, heads))
+            elif with_rest:
                 yield from chunks(on_host(array, None))
 
 

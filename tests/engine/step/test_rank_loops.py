@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from kvjax.engine.step.rank_loops import RankLoops, RankSteps
 from kvjax.engine.step.sampled_step import SampledStep, part_of
 from kvjax.errors import BlockStateError, UnknownRequestError
 from kvjax.metrics import KVCacheMetrics
+from kvjax.tiers.connector import KVConnector
 from tests.engine.fake_model import FakeEngine, expected_output, logprobs_of
 from tests.metrics.test_manager_metrics import value
 
@@ -199,8 +200,8 @@ def test_parts_that_data_ranks_cannot_have_are_refused() -> None:
         check_parts(placement, has_draft_model=True)
     devices = np.array([SimpleNamespace(process_index=i) for i in range(2)])
     placement = SimpleNamespace(num_data=1, mesh=SimpleNamespace(devices=devices))
-    with pytest.raises(NotImplementedError, match="connectors of the caller's do not work over several processes"):
-        check_parts(placement, has_connector=True)
+    with pytest.raises(NotImplementedError, match="a SimpleNamespace does not work over several processes"):
+        check_parts(placement, connector=cast(KVConnector, SimpleNamespace()))
     check_parts(placement, has_draft_model=True)
 
 

@@ -120,6 +120,14 @@ def test_a_pull_that_is_broken_off_raises_and_leaves_the_offer() -> None:
         one.assert_serves()
 
 
+def test_ids_of_offers_are_random() -> None:
+    with one_offer() as one:
+        ids = [int.from_bytes(one.client.read(one.offer()).sources[0].offer, "big") for _ in range(100)]
+    assert len({*ids}) == 100
+    for bit in range(128):
+        assert 10 < sum(number >> bit & 1 for number in ids) < 90  # 8 standard deviations
+
+
 @pytest.mark.parametrize("address", ["", "here", "127.0.0.1", "127.0.0.1:x", "no-such-host.invalid:0"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"expected host:port|expected an address to listen at"):
