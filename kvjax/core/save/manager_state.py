@@ -27,12 +27,14 @@ import cbor2
 
 from kvjax.core.options.manager_options import ManagerOptions
 from kvjax.core.options.release_rules import ReleaseRules
+from kvjax.core.save.bounded_cbor import inflate, load_plain
 from kvjax.core.save.config_encoding import decode_config, describe_config, encode_config
 from kvjax.core.save.state_filling import fill_graph
 from kvjax.core.save.state_graph import INLINE, Node, encode_graph
 from kvjax.core.spec import KVCacheConfig
 
 FORMAT, VERSION = "kvjax-manager-state", 3
+MAX_BYTES = 1 << 30  # of memory, to read a state
 KEYS = {"format", "version", "digest", "body"}
 
 
@@ -57,7 +59,14 @@ class SavableManager(abc.ABC):
         return save_manager(self)
 
     @classmethod
-    def restore(cls, state: bytes, kv_cache_config: KVCacheConfig | None = None, **options: Any) -> Self:
+    def restore(
+        cls,
+        state: bytes,
+        kv_cache_config: KVCacheConfig | None = None,
+        *,
+        max_bytes: int = MAX_BYTES,
+        **options: Any,
+    ) -> Self:
         """A manager in the saved state: the same calls get the same answers, ids and events as the saved one's would.
 
         Its running requests are `request_table.requests`, new objects. Observers start anew, those that are given.
@@ -65,14 +74,23 @@ class SavableManager(abc.ABC):
         Args:
             state: what `save_state` returned.
             kv_cache_config: the config that it must be of; None: any.
+            max_bytes: most memory that may go into reading the state, however small it is packed: a hashed block
+                takes about 1 KB of it.
             options: of the constructor: observers (`metrics_collector`, `miss_reasons`, `tier`), and what a file does
                 not hold (a policy's class); all others are as saved, and must be if given.
 
         Raises:
-            ValueError: no state, a damaged one, one of another version, config or option, or an object is missing.
+            ValueError: no state, a damaged one, one of another version, config or option, one that takes more memory
+                than `max_bytes`, or an object is missing.
         """
-        saved = open_state(state)
-        manager = cls(**saved.arguments(kv_cache_config, options))
+        saved = open_state(state, max_bytes)
+        arguments = saved.arguments(kv_cache_config, options)
+        try:
+            manager = cls(**arguments)
+        except ValueError:
+            raise
+        except Exception as error:  # a forged config or option
+            raise _damaged(error) from error
         saved.fill(manager)
         return manager
 
@@ -117,7 +135,7 @@ class SavedManager:
         except ValueError:
             raise
         except Exception as error:  # whatever a damaged graph leads to
-            raise ValueError(f"expected a whole state, got one that is damaged: {error!r}") from error
+            raise _damaged(error) from error
 
 
 def save_manager(manager: SavableManager) -> bytes:
@@ -139,26 +157,37 @@ def save_manager(manager: SavableManager) -> bytes:
     return cbor2.dumps({"format": FORMAT, "version": VERSION, "digest": sha256(body).digest(), "body": body})
 
 
-def open_state(state: bytes) -> SavedManager:
+def open_state(state: bytes, max_bytes: int = MAX_BYTES) -> SavedManager:
     """Reads a saved state.
 
     Raises:
-        ValueError: it is none, of another version, damaged, or its config is of no known class.
+        ValueError: it is none, of another version, damaged, takes more memory than `max_bytes`, or its config is of no
+            known class.
     """
     try:
-        parts = cbor2.loads(state)
-    except Exception:  # foreign bytes can look like anything
+        parts = load_plain(state, max_bytes)
+    except (ValueError, TypeError):  # foreign bytes can look like anything
         parts = None
     if not isinstance(parts, dict) or parts.get("format") != FORMAT:
         raise ValueError(f"expected a state that save_state made, got {len(state)} bytes that are none")
     if parts.get("version") != VERSION:
         raise ValueError(f"expected a state of version {VERSION}, got version {parts.get('version')!r}")
-    if set(parts) != KEYS or sha256(parts["body"]).digest() != parts["digest"]:
+    packed = parts.get("body")
+    if set(parts) != KEYS or not isinstance(packed, bytes) or sha256(packed).digest() != parts["digest"]:
         raise ValueError("expected a whole state, got one that is damaged: its digest differs")
     try:
-        body = cbor2.loads(zlib.decompress(parts["body"]))
+        data = inflate(packed, max_bytes)
+        body = load_plain(data, max_bytes)
         config, options, objects, nodes = (body[name] for name in ("config", "options", "objects", "nodes"))
         options["rules"] = ReleaseRules(**options["rules"])
+        saved = SavedManager(decode_config(config), options, tuple(objects), nodes)
+        num_blocks = sum(pool.num_blocks for pool in saved.config.pools)
     except Exception as error:  # a forged body
-        raise ValueError(f"expected a whole state, got one that is damaged: {error!r}") from error
-    return SavedManager(decode_config(config), options, tuple(objects), nodes)
+        raise _damaged(error) from error
+    if num_blocks > len(data):  # each has some bytes in arrays
+        raise ValueError(f"expected a state of {num_blocks} blocks, got one of {len(data)} bytes, too few for so many")
+    return saved
+
+
+def _damaged(error: Exception) -> ValueError:
+    return ValueError(f"expected a whole state, got one that is damaged: {error!r:.500}")

@@ -9,6 +9,7 @@ Flow:    nodes (state_graph.py), a fresh manager -> [fill_graph] -> the fresh ma
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -83,6 +84,8 @@ class _Decoder:
         elif kind == "rows":
             made = self._rows(*node[1:])
         elif kind == "objects":
+            if math.prod(node[1]) != len(node[2]):
+                raise ValueError(f"expected {math.prod(node[1])} objects of an array, got {len(node[2])}")
             made = np.empty(node[1], np.object_)
         elif kind == "kept":
             made = self._kept(number)

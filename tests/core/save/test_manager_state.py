@@ -294,7 +294,7 @@ OTHER_CONFIG = HYBRID.manager([30]).kv_cache_config
         (changed(STATE, digest=b""), {}, "expected a whole state, got one that is damaged: its digest differs"),
         (changed(STATE, more=1), {}, "expected a whole state, got one that is damaged"),
         (changed(STATE, body=b"abc"), {}, "expected a whole state, got one that is damaged: its digest differs"),
-        (changed(STATE, body=b"", digest=sha256(b"").digest()), {}, "expected a whole state, .* damaged: error"),
+        (changed(STATE, body=b"", digest=sha256(b"").digest()), {}, "expected a whole state, .* damaged: .*zlib"),
         (with_body(STATE, nodes=[["object"]]), {}, "expected a whole state, got one that is damaged: IndexError"),
         (
             STATE,
