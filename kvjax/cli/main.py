@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "feed a request trace through the cache managers of one or several replicas, without a model",
     "bench": "how fast a model runs here, by part, next to Hugging Face where it is installed",
     "check": "run every op on this machine's devices against what it must give",
+    "launch": "run a program in several processes of one computation, all again when one of them fails",
     "plan": "how many blocks and requests fit in a memory budget, and why",
 }
 

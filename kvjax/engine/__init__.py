@@ -18,6 +18,7 @@ from kvjax.engine.step.config import EngineConfig
 if TYPE_CHECKING:
     from kvjax.engine.front.async_llm_engine import AsyncEngineStats, AsyncLLMEngine, RequestOutput
     from kvjax.engine.front.llm_engine import LLMEngine
+    from kvjax.engine.front.process_front import ProcessFront
     from kvjax.engine.requests.outputs import (
         FinishReason,
         GenerationResult,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         TokenOutput,
         TopLogprobs,
     )
+    from kvjax.engine.requests.owed_request import OwedRequest
     from kvjax.engine.requests.token_stream import StreamOutput, TokenStream
 
 _HOME_OF = {
@@ -35,6 +37,8 @@ _HOME_OF = {
     "FinishReason": "requests.outputs",
     "GenerationResult": "requests.outputs",
     "LLMEngine": "front.llm_engine",
+    "OwedRequest": "requests.owed_request",
+    "ProcessFront": "front.process_front",
     "PromptLogprobs": "requests.outputs",
     "TokenOutput": "requests.outputs",
     "StepOutputs": "requests.outputs",
@@ -51,7 +55,9 @@ __all__ = [
     "GenerationResult",
     "LLMEngine",
     "MultimodalInput",
+    "OwedRequest",
     "PoolUse",
+    "ProcessFront",
     "PromptLogprobs",
     "RequestOutput",
     "RequestStats",

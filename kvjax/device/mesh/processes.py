@@ -12,6 +12,7 @@ The board needs no device, so it works where a collective would wait for a proce
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -115,12 +116,31 @@ class ProcessBoard:
         is_of_device = isinstance(error, jax.errors.JaxRuntimeError)  # as of a collective that breaks off
         self._watch.check(LOSS_S if is_of_device else 0.0, error)
 
+    def tell(self, topic: str, text: str) -> None:
+        """Process 0 tells the others; waits for nobody."""
+        self._client.key_value_set(f"{self._prefix}/{topic}", text)
+
+    def hear(self, topic: str) -> str:
+        """What process 0 tells, whenever it does.
+
+        Raises:
+            PeerLostError: a process is gone.
+        """
+        return self._wait(f"{self._prefix}/{topic}", math.inf, 0, topic)
+
+    def forget(self, topic: str) -> None:
+        """Process 0 takes back what all have heard."""
+        self._client.key_value_delete(f"{self._prefix}/{topic}")
+
     def _read(self, topic: str, process: int) -> str:
-        key, end_s = f"{self._prefix}/{topic}/{process}", time.monotonic() + self._timeout_s
+        return self._wait(f"{self._prefix}/{topic}/{process}", self._timeout_s, process, topic)
+
+    def _wait(self, key: str, timeout_s: float, process: int, topic: str) -> str:
+        end_s = time.monotonic() + timeout_s
         while True:
-            left_ms = max(int((end_s - time.monotonic()) * 1000), 1)
+            left_ms = min(max((end_s - time.monotonic()) * 1000, 1.0), LOOK_MS)
             try:
-                return str(self._client.blocking_key_value_get(key, min(left_ms, LOOK_MS)))
+                return str(self._client.blocking_key_value_get(key, int(left_ms)))
             except jax.errors.JaxRuntimeError as error:
                 is_late = str(error).startswith("DEADLINE_EXCEEDED")
                 self._watch.check(0.0 if is_late else LOSS_S, error)
@@ -132,7 +152,7 @@ class ProcessBoard:
                     ) from error
                 if time.monotonic() >= end_s:
                     raise DivergenceError(
-                        f"process {self.index} waited {self._timeout_s:g} s for process {process} at {topic!r}; it "
+                        f"process {self.index} waited {timeout_s:g} s for process {process} at {topic!r}; it "
                         "does not go on, or was given other requests"
                     ) from error
 

@@ -34,6 +34,7 @@ from kvjax.engine.front.life_cycle import EngineLifeCycle
 from kvjax.engine.front.request_maker import RequestMaker
 from kvjax.engine.requests.known_names import check_names
 from kvjax.engine.requests.outputs import GenerationResult, StepOutputs
+from kvjax.engine.requests.owed_request import OwedRequest
 from kvjax.engine.requests.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.requests.sampling_params import SamplingParams, checked_params
 from kvjax.engine.requests.stats import StepStats
@@ -383,6 +384,36 @@ class LLMEngine(EngineLifeCycle):
         samples = self._maker.make(prompt, params, request_id, given, self._core.ids_in_use)
         self.scheduler.check_fits(samples[0])
 
+    def owed(self) -> list[OwedRequest]:
+        """The unfinished requests as they stand: what another engine goes on with, by `take_up`.
+
+        Raises:
+            ValueError: one cannot be written down (`OwedRequest.of`).
+        """
+        self._core.recover()
+        return self._loop.owed()
+
+    def take_up(self, owed: OwedRequest) -> None:
+        """Queues a request that another engine of the same model has begun; its tokens go on where they were.
+
+        Raises:
+            ValueError: as `add_request`. Nothing is changed.
+        """
+        self._check_no_stream()
+        largest = max(owed.output_token_ids, default=0)
+        if largest >= self.model.config.vocab_size:
+            raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {largest}")
+        self._queue(
+            owed.prompt_token_ids,
+            owed.params,
+            owed.request_id,
+            made=(owed.output_token_ids, owed.logprobs),
+            cache_salt=owed.cache_salt,
+            lora_name=owed.lora_name,
+            priority=owed.priority,
+            checkpoints=owed.checkpoints,
+        )
+
     def abort(self, request_id: str) -> GenerationResult:
         """Ends a request now; what it has so far.
 
@@ -500,6 +531,7 @@ class LLMEngine(EngineLifeCycle):
         *,
         inbox: StreamInbox | None = None,
         place: int = 0,  # of the prompt, in the inbox
+        made: tuple[Sequence[int], Sequence[float]] = ((), ()),  # output tokens and logprobs that there are
         **given: Any,
     ) -> str:
         """Queues the samples of a prompt; the id of the first."""
@@ -507,6 +539,7 @@ class LLMEngine(EngineLifeCycle):
         check_names("inputs of a prompt", given, GivenInputs.__dataclass_fields__)
         samples = self._maker.make(prompt, params, request_id, GivenInputs(**given), self._core.ids_in_use)
         self.scheduler.check_fits(samples[0])
+        samples[0].go_on_from(*made)
         with self._core.changing():
             if inbox is not None:
                 inbox.places.update({sample.request_id: (place, i) for i, sample in enumerate(samples)})

@@ -17,7 +17,7 @@ model's logits of a request are NaN or infinite.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -142,6 +142,13 @@ class EngineRequest:
         if self.text is not None:
             self.text.take()
         self.num_shown = len(token_ids)
+
+    def go_on_from(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Has these output tokens, and their log-probabilities, before it is queued."""
+        if token_ids:
+            self.request.append_output_token_ids(token_ids)
+            self.logprobs = list(logprobs)
+            self.show_again()
 
     def fill_bitmask(self, words: np.ndarray) -> None:  # int32[ceil(vocab_size / 32)]
         """As the matcher does; all bits set where it raises."""

@@ -24,6 +24,7 @@ from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.requests.engine_request import EngineRequest
 from kvjax.engine.requests.outputs import FinishReason, GenerationResult, StepOutputs, TopLogprobs
+from kvjax.engine.requests.owed_request import OwedRequest
 from kvjax.engine.requests.stats import PoolUse, StepStats
 from kvjax.engine.sampling.prompt_logprobs import GivenTokens, PromptScores
 from kvjax.engine.sampling.sampler_lines import SamplerSizes, SamplerWrites
@@ -108,6 +109,17 @@ class HostLoop:
         self.scheduler.abort(engine_request)
         del self.requests[request_id]
         return self._result(engine_request)
+
+    def owed(self) -> list[OwedRequest]:
+        """The unfinished requests as they stand, in order of arrival.
+
+        Raises:
+            ValueError: as `OwedRequest.of`.
+        """
+        rows = self.scheduler.running_rows
+        return [
+            OwedRequest.of(one, rows.logprobs_of(one, one.request.num_output_tokens)) for one in self.requests.values()
+        ]
 
     def pin(self, request: Request) -> PinnedPrefix | None:
         """As `KVCacheManager.pin`."""

@@ -22,6 +22,7 @@ from kvjax.core import KVCacheManager, Request
 from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.engine.requests.engine_request import EngineRequest, RequestStatus
 from kvjax.engine.requests.outputs import GenerationResult, StepOutputs
+from kvjax.engine.requests.owed_request import OwedRequest
 from kvjax.engine.requests.stats import PoolUse, StepStats
 from kvjax.engine.sampling.sampling_table import SamplingTable
 from kvjax.engine.scheduling.scheduler import Scheduler
@@ -189,6 +190,10 @@ class RankLoops:
             UnknownRequestError: no unfinished request has that id.
         """
         return self.by_rank[self.rank_of(request_id)].abort(request_id)
+
+    def owed(self) -> list[OwedRequest]:
+        """As of a `HostLoop`: of each rank in turn."""
+        return [one for loop in self.by_rank for one in loop.owed()]
 
     def pin(self, request: Request) -> RankPin | None:
         """Keeps what is cached of a prompt, on the rank that has most of it; None: none has any.

@@ -1,0 +1,103 @@
+"""A front of one process: answers, refusals, and requests that outlive it. Several processes: test_lost_process.py."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvjax.engine import FinishReason, GenerationResult, LLMEngine, ProcessFront, SamplingParams
+from kvjax.errors import EngineClosedError
+from tests.engine.engines import AMPLE_BLOCKS, NUM_GREEDY_TOKENS, make_engine
+from tests.models.golden_models import goldens_of
+
+GREEDY = SamplingParams(max_tokens=NUM_GREEDY_TOKENS, temperature=0.0)
+
+
+def new_engine() -> LLMEngine:
+    return make_engine("llama", num_blocks=AMPLE_BLOCKS)
+
+
+def test_submitted_prompts_are_answered(tmp_path: Path) -> None:
+    told: list[str] = []
+    front = ProcessFront(new_engine(), tmp_path, on_result=lambda result: told.append(result.request_id))
+    thread = threading.Thread(target=front.serve)
+    thread.start()
+    goldens = goldens_of("llama")
+    futures = [front.submit(golden.prompt, GREEDY)[0] for golden in goldens]
+    for golden, future in zip(goldens, futures, strict=True):
+        assert future.result(60).output_token_ids.tolist() == golden.greedy.tolist()
+    samples = front.submit(goldens[0].prompt, SamplingParams(max_tokens=4, n=3), request_id="own")
+    assert [one.result(60).request_id for one in samples] == ["own", "own.1", "own.2"]
+    front.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(told) == len(goldens) + 3
+    assert front.taken_up == ()
+    assert ProcessFront(new_engine(), tmp_path).taken_up == ()
+
+
+def test_refusals_are_the_callers(tmp_path: Path) -> None:
+    front = ProcessFront(new_engine(), tmp_path)
+    too_long = front.submit([5] * 300, GREEDY)[0]
+    aborted = front.submit([1, 2], GREEDY, request_id="a")[0]
+    with pytest.raises(ValueError, match="request id 'a' is in use"):
+        front.submit([1], GREEDY, request_id="a")
+    with pytest.raises(ValueError, match="expected no token_matcher"):
+        front.submit([1], SamplingParams(token_matcher=lambda: None))  # type: ignore[arg-type,return-value]
+    front.abort("a")
+    front.abort("nobody")
+    front.close()
+    with pytest.raises(EngineClosedError, match="the front is closed"):
+        front.submit([1], GREEDY)
+    front.serve()
+    assert aborted.result(0).finish_reason is FinishReason.ABORT
+    with pytest.raises(ValueError, match="300"):
+        too_long.result(0)
+    assert ProcessFront(new_engine(), tmp_path).taken_up == ()
+
+
+def test_an_engine_with_requests_is_refused(tmp_path: Path) -> None:
+    engine = new_engine()
+    engine.add_request([1, 2], GREEDY)
+    with pytest.raises(ValueError, match="expected an engine without requests, got 1 unfinished"):
+        ProcessFront(engine, tmp_path)
+
+
+@pytest.mark.parametrize("num_answers", [0, 2, 5])
+def test_a_front_goes_on_with_what_the_one_before_owes(num_answers: int, tmp_path: Path) -> None:
+    """The first ends while it answers; that answer may come twice, and none is lost."""
+    answers: dict[str, list[int]] = {}
+
+    def take(result: GenerationResult) -> None:
+        tokens = result.output_token_ids.tolist()
+        assert answers.setdefault(result.request_id, tokens) == tokens
+        if len(answers) == num_answers + 1:
+            raise OSError("planted")
+
+    first = ProcessFront(new_engine(), tmp_path, on_result=take)
+    goldens = goldens_of("llama")
+    futures = [first.submit(golden.prompt, GREEDY, request_id=str(i))[0] for i, golden in enumerate(goldens)]
+    with pytest.raises(OSError, match="planted"):
+        first.serve()
+    left = [future for future in futures if future.exception(0) is not None]
+    assert len(left) >= len(goldens) - num_answers
+    assert all(str(future.exception(0)) == "planted" for future in left)
+    num_answers = len(goldens) + 9
+    second = ProcessFront(new_engine(), tmp_path, on_result=take)
+    assert set(second.taken_up) | set(answers) == {str(i) for i in range(len(goldens))}
+    second.close()
+    second.serve()
+    assert answers == {str(i): golden.greedy.tolist() for i, golden in enumerate(goldens)}
+
+
+def test_what_was_refused_and_not_noted_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would fail every start from then on."""
+    first = ProcessFront(new_engine(), tmp_path)
+    first.submit([5] * 300, GREEDY, request_id="long")
+    first.submit([5], GREEDY, request_id="short")
+    second = ProcessFront(new_engine(), tmp_path)
+    assert second.taken_up == ("long", "short")
+    assert "gives up request 'long'" in caplog.text
+    assert ProcessFront(new_engine(), tmp_path).taken_up == ("short",)
