@@ -192,7 +192,9 @@ class ModelConfig(abc.ABC):
         folder = Path(folder)
         path = folder / "config.json"
         if not path.is_file():
-            raise ConfigError(f"expected a Hugging Face model folder with {path.name}, found no {path}")
+            raise ConfigError(
+                f"expected a Hugging Face model folder with {path.name}, found no {path}{_remedy(folder)}"
+            )
         config = ModelConfig.from_dict(read_json_object(path), where=str(path))
         generation = folder / "generation_config.json"
         if generation.is_file():
@@ -200,6 +202,18 @@ class ModelConfig(abc.ABC):
             if eos is not None:
                 config = replace(config, eos_token_ids=end_tokens(eos, str(generation)))
         return config
+
+
+def _remedy(folder: Path) -> str:
+    """What to do where `folder` has no config.json."""
+    if folder.is_file():
+        return f"; {folder} is a file: give the folder that it is in"
+    if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
+        return ""
+    return (
+        f"; if {folder.as_posix()} is a model of the Hub, fetch it first: hf download {folder.as_posix()} "
+        f"--local-dir {folder.name}"
+    )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from kvjax.device.steps.update_step import SampleFn
 from kvjax.engine.drafts.draft_model import DraftModel, check_speculation
 from kvjax.engine.drafts.prompt_lookup import PromptLookup
 from kvjax.engine.front.engine_weights import EngineWeights
+from kvjax.engine.front.given_prompts import params_of, prompts_of
 from kvjax.engine.front.life_cycle import EngineLifeCycle
 from kvjax.engine.front.request_maker import RequestMaker
 from kvjax.engine.requests.known_names import check_names
@@ -559,10 +560,8 @@ class LLMEngine(EngineLifeCycle):
         self._core.sweep()
         if not self._core.inboxes and self.num_unfinished:
             raise ValueError(f"expected an engine without requests, got {self.num_unfinished} unfinished")
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"expected one params or {len(prompts)}, got {len(each)}")
+        prompts = prompts_of(prompts)
+        each = params_of(params, len(prompts))
         given: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if inputs is None else inputs
         if len(given) != len(prompts):
             raise ValueError(f"expected inputs of {len(prompts)} prompts, got {len(given)}")

@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.core import BlockHasher, LoRARequest, Request
 from kvjax.core.requests.token_ids import as_token_ids
 from kvjax.core.tables.given_values import as_text
+from kvjax.engine.front.given_prompts import check_prompt
 from kvjax.engine.requests.engine_request import EngineRequest, sample_ids
 from kvjax.engine.requests.output_text import OutputText
 from kvjax.engine.requests.request_inputs import GivenInputs, checked_inputs, read_inputs
@@ -146,6 +147,7 @@ class RequestMaker:
 
     def _encode(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
         if not isinstance(prompt, str):
+            check_prompt(prompt)
             return prompt
         as_text("a prompt", prompt)
         if self._model.tokenizer is None:

@@ -168,7 +168,8 @@ def checked_params(params: Any) -> SamplingParams:
         ValueError: it is something else.
     """
     if params is not None and not isinstance(params, SamplingParams):
-        raise ValueError(f"expected params as SamplingParams or None, got {shown(params)}")
+        remedy = ": write SamplingParams(**params)" if isinstance(params, Mapping) else ""
+        raise ValueError(f"expected params as SamplingParams or None, got {shown(params)}{remedy}")
     return SamplingParams() if params is None else params
 
 

@@ -40,6 +40,6 @@ class ExpertsConfig:
         group_size = self.num_experts // self.num_groups
         if self.num_groups > 1 and (self.group_best > group_size or self.top_k > self.top_groups * group_size):
             raise ValueError(
-                f"expected groups of at least {self.group_best} experts and {self.top_k} experts in {self.top_groups} "
-                f"groups, got groups of {group_size}"
+                f"expected groups of at least {self.group_best} experts and {self.top_k} (num_experts_per_tok) in "
+                f"{self.top_groups} groups (topk_group), got groups of {group_size}"
             )

@@ -40,6 +40,7 @@ class Gemma2Config(AttentionDecoderConfig):
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
+        keys.refuse("use_bidirectional_attention", "a decoder with a cache is causal")
         keys.take("hidden_act", None)  # of files older than `hidden_activation`, which goes first
         fields = take_gemma_fields(keys)
         default = tuple(FULL if i % 2 else SLIDING for i in range(fields["num_layers"]))

@@ -116,7 +116,9 @@ class ConfigKeys:
         """`layer_types`, one of `known` names for each layer of `default`."""
         types = tuple(self.take("layer_types", default))
         if len(types) != len(default):
-            raise ConfigError(f"{self.where}: expected {len(default)} layer_types, got {len(types)}")
+            raise ConfigError(
+                f"{self.where}: expected {len(default)} layer_types (num_hidden_layers), got {len(types)}"
+            )
         unknown = sorted(set(types) - set(known))
         if unknown:
             raise ConfigError(f"{self.where}: expected layer_types among {', '.join(known)}, got {', '.join(unknown)}")

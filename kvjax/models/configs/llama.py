@@ -22,8 +22,11 @@ class LlamaConfig(AttentionDecoderConfig):
 
     defaults: ClassVar[Mapping[str, Any]] = {"bos_token_id": 1, "eos_token_id": 2}
     ignored_keys: ClassVar[frozenset[str]] = frozenset(
-        {"max_sequence_length"}
-    )  # what `rope_scaling` makes of the other
+        [
+            "is_llama_config",  # of the converter that made SmolLM2; transformers' LlamaConfig has no such field
+            "max_sequence_length",  # what `rope_scaling` makes of the other
+        ]
+    )
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:

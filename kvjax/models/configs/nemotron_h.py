@@ -69,6 +69,7 @@ class NemotronHConfig(AttentionDecoderConfig):
             "mamba_dt_limit",
             "mamba_dt_max",
             "mamba_expand",
+            "mamba_proj_bias",  # transformers writes it and reads `use_bias`
             "moe_shared_expert_overlap",
             "mtp_hybrid_override_pattern",
             "mtp_layers_block_type",

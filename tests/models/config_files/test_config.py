@@ -256,7 +256,7 @@ def test_end_tokens_that_are_none_are_refused_by_the_load(tmp_path: Path, value:
         (llama_dict(rope_scaling="linear"), "'rope_scaling' to be an object, got 'linear'"),
         (llama_dict(rope_scaling={"type": "linear"}), "rope_parameters: expected the key 'factor'"),
         (llama_dict(rope_scaling={"type": "default", "x": 1}), "rope_parameters: unknown keys x"),
-        (gemma3_dict(layer_types=["full_attention"]), "expected 7 layer_types, got 1"),
+        (gemma3_dict(layer_types=["full_attention"]), r"expected 7 layer_types \(num_hidden_layers\), got 1"),
         (gemma3_dict(layer_types=["chunked"] * 7), "layer_types among .* got chunked"),
         (gemma3_dict(attn_logit_softcapping=50.0), "'attn_logit_softcapping' to be null or false, got 50.0: transf"),
         (gemma3_dict(use_bidirectional_attention=True), "'use_bidirectional_attention' to be null or false, got True"),
@@ -326,3 +326,23 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"config\.json: expected a JSON object, got list"):
         ModelConfig.from_folder(tmp_path)
+
+
+def test_a_name_of_the_hub_says_how_to_fetch_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fetch = "fetch it first: hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B$"
+    with pytest.raises(ConfigError, match=fetch):
+        ModelConfig.from_folder("meta-llama/Llama-3.2-1B")
+    for folder in (tmp_path, tmp_path / "a/b", "a/b/c"):
+        with pytest.raises(ConfigError, match=r"found no .*config\.json$"):
+            ModelConfig.from_folder(folder)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.json is a file: give the folder that it is in$"):
+        ModelConfig.from_folder("config.json")
+
+
+def test_keys_that_transformers_writes_or_ignores_are_read() -> None:
+    """SmolLM2's file has two that its converter wrote; transformers writes `mamba_proj_bias` and does not read it."""
+    plain = ModelConfig.from_dict(llama_dict())
+    smol = {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}, "rope_interleaved": False}
+    assert ModelConfig.from_dict(llama_dict(**smol)) == plain

@@ -47,7 +47,7 @@ def test_the_file_on_the_hub_says_what_its_defaults_do() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"layer_types": ["full_attention"]}, "expected 2 layer_types, got 1"),
+        ({"layer_types": ["full_attention"]}, r"expected 2 layer_types \(num_hidden_layers\), got 1"),
         (
             {"layer_types": ["full_attention", "chunked_attention"]},
             "expected layer_types among full_attention, sliding_attention, got chunked_attention",
