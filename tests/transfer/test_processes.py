@@ -122,3 +122,49 @@ def test_two_processes_decode_what_two_computed(name: str, prefill: tuple[str, .
         target.tell("decode")
         failed = target.answers("decoded")
         assert failed[0] == failed[1] != "0"
+
+
+CALLS = (0, 1, 2, 3, 4, 6, 9, 13, 18, 24)  # of a connector, at which a process is killed
+LIMIT_S = 10.0
+
+
+@pytest.mark.parametrize("member", [0, pytest.param(1, marks=SWEEP)])
+def test_decoding_outlives_a_prefill_process_that_dies_before_it_is_asked(member: int) -> None:
+    """Its half of the heads is gone: every prompt is computed, and soon."""
+    with groups("llama", ("tensor=2",), ("tensor=2",)) as (source, target):
+        source.tell("compute")
+        tickets = source.answers("tickets")[0]
+        assert tickets is not None
+        source.members[member].kill()
+        source.members[member].wait()
+        target.tell("expect " + tickets)
+        target.tell("decode")
+        failed = target.answers("decoded")
+        assert failed[0] == failed[1] != "0"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_process_that_dies_ends_its_group_and_no_other(member: int, call: int) -> None:
+    """A prefill process dies while it computes: its group ends in seconds, and the other computes all prompts itself.
+
+    Then a decode process dies in the same place: the rest of its group ends in seconds.
+    """
+    with groups("llama", ("tensor=2",), ("tensor=2",)) as (source, target):
+        source.tell(f"die {call}", (member,))
+        source.tell("compute")
+        assert_ends(source, member)
+        target.tell("decode")
+        assert target.answers("decoded") == ["0", "0"]
+        target.tell(f"die {call}", (member,))
+        target.tell("decode")
+        assert_ends(target, member)
+
+
+def assert_ends(group: Group, member: int) -> None:
+    """A member dies, and soon all others of its group have ended."""
+    group.members[member].wait(60)
+    for other in group.members:
+        other.wait(LIMIT_S)
+        assert other.returncode != 0

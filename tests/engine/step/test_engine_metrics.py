@@ -26,6 +26,7 @@ KINDS = {
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
     "vllm:kv_tier_disk_outage": "gauge",
+    "vllm:kv_tier_shared_outage": "gauge",
 }
 
 
