@@ -32,4 +32,9 @@ class Backend(Protocol):
         """Ends its connections."""
 
 
-__all__ = ["Backend", "Value"]
+def told(problem: object) -> str:
+    """What went wrong, in one line: clients tell more than anybody wants to read."""
+    return str(problem).strip().partition("\n")[0] or type(problem).__name__
+
+
+__all__ = ["Backend", "Value", "told"]

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from kvjax.extras import require_extra
-from kvjax.tiers.shared.backend import Value
+from kvjax.tiers.shared.backend import Value, told
 
 MAX_REQUESTS = 32
 T = TypeVar("T")
@@ -51,14 +51,20 @@ class ObjectBackend:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return cls(stores.LocalStore(folder), folder)
         seconds = f"{timeout_s:.3f}s"
+        options = {"timeout": seconds, "connect_timeout": seconds}
+        if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):  # options that are given hide those of there
+            options["allow_http"] = "true"
         try:
             store = stores.from_url(
                 url,
-                client_options={"timeout": seconds, "connect_timeout": seconds},
+                client_options=options,
                 retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=timeout_s)},
             )
         except Exception as error:  # obstore's own types, which depend on the scheme
-            raise ValueError(f"expected the address of a store that obstore opens, got {url!r}: {error}") from error
+            place = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+            raise ValueError(
+                f"expected the address of a store that obstore opens, got {place!r}: {told(error)}"
+            ) from error
         return cls(store)
 
     async def have(self, names: Sequence[str]) -> list[bool]:

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvjax.errors import TierDataError
+from kvjax.tiers.shared.backend import told
 from kvjax.tiers.shared.breaker import Breaker
 from kvjax.tiers.shared.config import SharedTierConfig
 from kvjax.tiers.shared.encrypted_seals import EncryptedSeals
@@ -123,7 +124,7 @@ class SharedStore:
             units = list(zip(keys, values, strict=True))
         except Exception as error:
             self._note_failure(self.reading, error)
-            raise TierDataError(f"the shared tier {self._config.place} gave no units: {error}") from error
+            raise TierDataError(f"the shared tier {self._config.place} gave no units: {told(error)}") from error
         self.reading.succeed()
         gone = [key for key, value in units if value is None]
         opened, problem = [], ""
@@ -270,7 +271,7 @@ class SharedStore:
 
     def _note_failure(self, breaker: Breaker, problem: object) -> None:
         self._count("num_shared_failures", 1)
-        breaker.fail(_told(problem))
+        breaker.fail(told(problem))
 
     def _count(self, name: str, count: int) -> None:
         with self._guard:
@@ -293,7 +294,7 @@ class SharedStore:
                 await call(argument)
         except Exception as error:
             if is_first:
-                breaker.fail(_told(error), is_first=True)
+                breaker.fail(told(error), is_first=True)
         else:
             breaker.succeed()
 
@@ -302,10 +303,6 @@ class SharedStore:
         if secret:
             return EncryptedSeals(self._config.prefix, identity, secret)
         return PlainSeals(self._config.prefix, identity)
-
-
-def _told(problem: object) -> str:
-    return str(problem) or type(problem).__name__
 
 
 def _tell_problem(of: weakref.ReferenceType[SharedStore]) -> None:

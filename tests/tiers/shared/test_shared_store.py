@@ -223,7 +223,7 @@ def lying_backend() -> LyingBackend:
     return LyingBackend(ObjectBackend(memory_store()))
 
 
-@pytest.mark.parametrize("problem", [OSError("gone"), RuntimeError("what")])
+@pytest.mark.parametrize("problem", [OSError("gone"), RuntimeError("what\n\nDebug source: ...")])
 def test_a_store_that_fails_is_left_alone_says_so_once_and_comes_back(
     make: Callable[..., SharedStore], problem: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,6 +245,8 @@ def test_a_store_that_fails_is_left_alone_says_so_once_and_comes_back(
         return [one.levelno for one in caplog.records if re.match("reading .* is left alone", one.getMessage())]
 
     wait_until(lambda: bool(told()))
+    assert "Debug source" not in caplog.text
+    assert "Debug source" not in store.stats.shared_problem
     assert told() == [logging.ERROR]
     backend.problem = None
     wait_until(lambda: not store.reading.is_open)
