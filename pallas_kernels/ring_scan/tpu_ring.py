@@ -433,11 +433,11 @@ def _ring_sums(refs: _Refs, shape: Shape) -> None:
 
 def _add_slots(refs: _Refs, shape: Shape, first_slot: int) -> None:
     """Adds eight slots to the sums of a tile, some rows at a time; the first ones begin them."""
-    seq, tile = pl.program_id(0), pl.program_id(1)
+    seq = pl.program_id(0)
     held, heads = refs.held[seq], shape.per_row
     for first in range(0, shape.tile_rows, _ROWS):
         count = min(_ROWS, shape.tile_rows - first)
-        row = tile * shape.tile_rows + first
+        row = _first_row(shape) + first
         rows = pl.ds(row, count)
         weights = [refs.spread.weights[pl.ds(row * heads + e, count, stride=heads), :] for e in range(heads)]
         if first_slot:
@@ -453,12 +453,17 @@ def _add_slots(refs: _Refs, shape: Shape, first_slot: int) -> None:
             refs.ring[0, i, rows, :] = sums[i]
 
 
+def _first_row(shape: Shape) -> Any:
+    """The first row of inputs of a tile. Where there is one it is known, so that any number of rows can be loaded."""
+    return 0 if shape.num_tiles == 1 else pl.program_id(1) * shape.tile_rows
+
+
 def _move_state(refs: _Refs, shape: Shape, dtype: jnp.dtype) -> None:
     """The state of the tile after the held tokens."""
     seq, tile = pl.program_id(0), pl.program_id(1)
     slots, heads, held = shape.slots, shape.per_row, refs.held[seq]
     buffer = (seq * shape.num_tiles + tile) & 1
-    rows = pl.ds(tile * shape.tile_rows, shape.tile_rows)
+    rows = pl.ds(_first_row(shape), shape.tile_rows)
     for j in range(slots):
         x = refs.rings.xs[seq & 1, j, rows, :].astype(jnp.float32)
         refs.spread.xs[pl.ds(j, shape.tile_rows, stride=slots), :] = jnp.where(j < held, x, 0.0)

@@ -228,7 +228,7 @@ def test_pages_are_written_in_place(backend: str) -> None:
 
 
 @pytest.mark.parametrize("slots", [8, 16, 32])
-@pytest.mark.parametrize("model", ["nemotron-h-8b", "granite-4.0-h-small"])
+@pytest.mark.parametrize("model", ["mamba2-2.7b", "nemotron-h-8b", "granite-4.0-h-small"])
 def test_a_decoding_step_moves_six_tenths_of_the_states(model: str, slots: int) -> None:
     """Bytes of states and rings, one state written in as many steps as there are slots: of those of selective_scan."""
     case = parse(RingScanCase, [f"model={model}", "tokens=64", f"slots={slots}"])

@@ -24,6 +24,7 @@ CASES = {
     "float32": dataclasses.replace(SMALL, q_dtype="float32"),
     "tiles": dataclasses.replace(SMALL, heads=64, most_new=1),
     "tiles_of_groups": dataclasses.replace(SMALL, heads=96, head_dim=64, groups=6),
+    "rows_that_fill_no_tile": dataclasses.replace(SMALL, heads=20, head_dim=64, groups=1),
     "rows_of_heads": dataclasses.replace(SMALL, heads=192, head_dim=32, groups=3, state_dim=256),
 }
 LENGTHS = ([1, 1, 1], [1, 2, 0, 4])
