@@ -20,7 +20,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._is_closing = False
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name=name, daemon=True)
         self._thread.start()
 
     def start(self, timeout_s: float | None, call: Callable[..., Awaitable[T]], *args: Any) -> Future[T]:
@@ -42,14 +43,12 @@ class LoopThread:
             raise TimeoutError(f"no answer within {timeout_s:g} s") from None
 
     def close(self) -> None:
-        """Cancels what runs, and ends the thread."""
-        if self._thread.is_alive():
+        """Cancels what runs, and ends the thread, which closes its loop."""
+        if self._thread.is_alive() and not self._is_closing:
+            self._is_closing = True
             asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
-            if threading.current_thread() is self._thread:  # it gave the last reference up
-                return
-            self._thread.join(GRACE_S)
-        if not self._thread.is_alive() and not self._loop.is_closed():
-            self._loop.close()
+            if threading.current_thread() is not self._thread:  # which may have given the last reference up
+                self._thread.join(GRACE_S)
 
     async def _cancel_all(self) -> None:
         own = asyncio.current_task()
@@ -58,6 +57,12 @@ class LoopThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._loop.call_soon(self._loop.stop)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """What the thread does, until the loop is stopped."""
+    loop.run_forever()
+    loop.close()
 
 
 async def _call(timeout_s: float | None, call: Callable[..., Awaitable[T]], *args: Any) -> T:
