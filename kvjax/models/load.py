@@ -186,7 +186,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         return None
     try:
         files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected a JSON object with a weight_map, got {error!r}") from error
     for name, file in files.items():
         if not isinstance(file, str) or PurePosixPath(file).name != file or PureWindowsPath(file).name != file:

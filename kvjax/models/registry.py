@@ -77,22 +77,28 @@ ARCHITECTURES = tuple(_FAMILIES)
 def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     """As `ModelConfig.from_dict`."""
     names = data.get("architectures") or _architectures_of(data)
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
-        raise ConfigError(f"{where}: expected one of the architectures {', '.join(_FAMILIES)}, got {names!r}")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str) or names[0] not in _FAMILIES:
+        raise ConfigError(f"{where}: expected one of the architectures {', '.join(_FAMILIES)}, got {names!r:.200}")
     data = {**data, "architectures": names}
     family = _FAMILIES[names[0]]
     config_class = getattr(importlib.import_module(f"kvjax.models.configs.{family.module}"), family.config)
+    try:
+        return _parsed(data, family, config_class, where)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ConfigError(f"{where}: expected values of the types that {names[0]} has, got others: {error}") from error
+
+
+def _parsed(data: Mapping[str, Any], family: Family, config_class: Any, where: str) -> ModelConfig:
     if family.has_text_config:
         is_tied_within = config_class.is_tied_within
         keys = text_keys(data, config_class.defaults, where, config_class.outer_keys, is_tied_within=is_tied_within)
     else:
         keys = ConfigKeys(_renamed(data, config_class.key_aliases, where), config_class.defaults, where)
-    try:
-        config: ModelConfig = config_class.parse(keys)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    config: ModelConfig = config_class.parse(keys)
     quantization = keys.take_object("quantization_config")
     if quantization:
         config = replace(config, quant_method=str(quantization.get("quant_method", "an unnamed method")))

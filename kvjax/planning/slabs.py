@@ -33,6 +33,9 @@ from pallas_kernels.layouts import ROW_BYTES, slab_rows
 TOLERATED = 0.01  # waste beyond the least
 
 
+MOST_COUNTS = 10_000  # pages of a pool that slabs are tried with, beyond the least
+
+
 @dataclass(frozen=True)
 class SlabShape:
     """Slabs of a deployment on one device."""
@@ -49,7 +52,7 @@ class SlabShape:
         sizes = {
             slab_rows(count * page, on_tpu=shape.platform == "tpu")
             for page in pages
-            for count in range(cdiv(largest, page), 2 * largest // page + 1)
+            for count in range(cdiv(largest, page), min(2 * largest // page, cdiv(largest, page) + MOST_COUNTS) + 1)
         }
         kept = [float(need.kept_blocks * need.bytes_per_block) for need in needs]
         wastes = {

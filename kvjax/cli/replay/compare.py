@@ -133,7 +133,7 @@ def _known_cells(path: Path, settings: dict[str, Any]) -> dict[tuple[str, int], 
     """By model and size, those of a file of the same settings; none of any other file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(data, dict) or data.get("settings") != settings:
         return {}

@@ -14,7 +14,7 @@ from kvjax.errors import ConfigError
 from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
 from kvjax.models.configs.mamba import Mamba2Config
 from kvjax.models.configs.rope import take_rope
 
@@ -88,7 +88,7 @@ def take_mamba2(keys: ConfigKeys, hidden_size: int) -> Mamba2Config:
         head_dim=head_dim,
         num_groups=keys.take_int("mamba_n_groups", 1),
         state_dim=keys.take_int("mamba_d_state", 256),
-        num_taps=keys.take_int("mamba_d_conv", 4),
+        num_taps=keys.take_int("mamba_d_conv", 4, most=MAX_TAPS),
         conv_bias=keys.take_flag("mamba_conv_bias", True),
         proj_bias=keys.take_flag("mamba_proj_bias", False),
         dt_limit=take_dt_limit(keys),

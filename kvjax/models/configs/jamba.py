@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
 from kvjax.models.configs.mamba import Mamba1Config
 
 
@@ -83,7 +83,7 @@ def take_mamba1(keys: ConfigKeys, hidden_size: int) -> Mamba1Config:
     return Mamba1Config(
         num_channels=keys.take_int("mamba_expand", 2) * hidden_size,
         state_dim=keys.take_int("mamba_d_state", 16),
-        num_taps=keys.take_int("mamba_d_conv", 4),
+        num_taps=keys.take_int("mamba_d_conv", 4, most=MAX_TAPS),
         dt_rank=-(-hidden_size // 16) if rank == "auto" else keys.take_int("mamba_dt_rank"),
         conv_bias=keys.take_flag("mamba_conv_bias", True),
         proj_bias=keys.take_flag("mamba_proj_bias", False),

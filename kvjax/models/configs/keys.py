@@ -13,6 +13,10 @@ from kvjax.errors import ConfigError
 from kvjax.models.configs.informational import INFORMATIONAL_OUTER_KEYS
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+MAX_INT = 2**31 - 1
+MAX_LAYERS = 10_000
+MAX_TAPS = 256  # of a short convolution
+MAX_FLOAT = 1e30
 _REQUIRED = object()
 _TIED = "tie_word_embeddings"
 
@@ -60,11 +64,15 @@ class ConfigKeys:
         self._taken.add(key)
         return self._data[key] if key in self._data else self._defaults.get(key)
 
-    def take_int(self, key: str, default: Any = _REQUIRED) -> int:
-        """A positive integer."""
+    def take_int(self, key: str, default: Any = _REQUIRED, most: int | None = None) -> int:
+        """A positive integer of at most `most`; None: of 31 bits, or `MAX_LAYERS` where it counts layers."""
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.where}: expected {key!r} to be a positive integer, got {value!r}")
+        if most is None:
+            most = MAX_LAYERS if key.endswith("layers") else MAX_INT
+        if value > most:
+            raise ConfigError(f"{self.where}: expected {key!r} of at most {most}, got {value!r:.40}")
         return value
 
     def take_index(self, key: str) -> int:
@@ -72,12 +80,14 @@ class ConfigKeys:
         value = self.take(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"{self.where}: expected {key!r} to be an integer >= 0, got {value!r}")
+        if value > MAX_INT:
+            raise ConfigError(f"{self.where}: expected {key!r} of at most {MAX_INT}, got {value!r:.40}")
         return value
 
     def take_float(self, key: str, default: Any = _REQUIRED) -> float:
         """A positive number."""
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_FLOAT:
             raise ConfigError(f"{self.where}: expected {key!r} to be a positive number, got {value!r}")
         return float(value)
 
@@ -114,7 +124,10 @@ class ConfigKeys:
 
     def take_layer_types(self, default: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
         """`layer_types`, one of `known` names for each layer of `default`."""
-        types = tuple(self.take("layer_types", default))
+        types = self.take("layer_types", default)
+        if not isinstance(types, list | tuple) or not all(isinstance(one, str) for one in types):
+            raise ConfigError(f"{self.where}: expected 'layer_types' to be a list of names, got {types!r:.80}")
+        types = tuple(types)
         if len(types) != len(default):
             raise ConfigError(
                 f"{self.where}: expected {len(default)} layer_types (num_hidden_layers), got {len(types)}"

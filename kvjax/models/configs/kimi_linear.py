@@ -17,7 +17,7 @@ from kvjax.models.configs.decoder import take_sizes
 from kvjax.models.configs.deepseek import DeepseekConfig, take_expert_sizes, take_groups
 from kvjax.models.configs.delta import KimiDeltaConfig
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
 from kvjax.models.configs.latent_attention import LatentAttentionConfig
 
 
@@ -133,10 +133,10 @@ def take_kda(keys: ConfigKeys, num_layers: int) -> tuple[KimiDeltaConfig, tuple[
     config = KimiDeltaConfig(
         num_heads=hub.take_int("num_heads", keys.take_int("linear_num_heads")),
         head_dim=hub.take_int("head_dim", keys.take_int("linear_head_dim")),
-        num_taps=hub.take_int("short_conv_kernel_size", keys.take_int("linear_conv_kernel_dim")),
+        num_taps=hub.take_int("short_conv_kernel_size", keys.take_int("linear_conv_kernel_dim"), MAX_TAPS),
     )
     default = tuple(FULL if i and i % 4 == 0 else RECURRENT for i in range(num_layers))
-    full, recurrent = hub.take("full_attn_layers", []), hub.take("kda_layers", [])  # counted from 1
+    full, recurrent = (hub.take_ints(key) if hub.given(key) else () for key in ("full_attn_layers", "kda_layers"))
     hub.finish(frozenset())
     if full or recurrent:
         if sorted([*full, *recurrent]) != list(range(1, num_layers + 1)):

@@ -15,7 +15,7 @@ from kvjax.models.config import FEED_FORWARD, FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.deepseek import take_expert_sizes, take_groups
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
 from kvjax.models.configs.mamba import Mamba2Config
 from kvjax.models.configs.states import take_state_dtype
 
@@ -150,7 +150,7 @@ def take_mamba2(keys: ConfigKeys) -> Mamba2Config:
         head_dim=keys.take_int("mamba_head_dim", 64),
         num_groups=keys.take_int("n_groups", 8),
         state_dim=keys.take_int("ssm_state_size", 128),
-        num_taps=keys.take_int("conv_kernel", 4),
+        num_taps=keys.take_int("conv_kernel", 4, most=MAX_TAPS),
         conv_bias=keys.take_flag("use_conv_bias", True),
         proj_bias=keys.take_flag("use_bias", False),
         dt_limit=(keys.take_float("time_step_min", 0.001), float("inf")),

@@ -14,7 +14,7 @@ from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.delta import DeltaConfig
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
 from kvjax.models.configs.rope import take_rope
 from kvjax.models.configs.states import take_state_dtype
 
@@ -103,7 +103,7 @@ def take_delta_fields(keys: ConfigKeys) -> dict[str, Any]:
         num_value_heads=keys.take_int("linear_num_value_heads"),
         key_dim=keys.take_int("linear_key_head_dim"),
         value_dim=keys.take_int("linear_value_head_dim"),
-        num_taps=keys.take_int("linear_conv_kernel_dim"),
+        num_taps=keys.take_int("linear_conv_kernel_dim", most=MAX_TAPS),
         rule_dtype=take_state_dtype(keys, "mamba_ssm_dtype"),
     )
     return {

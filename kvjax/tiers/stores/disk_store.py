@@ -325,7 +325,7 @@ def check_identity(path: Path, identity: Mapping[str, str]) -> None:
     try:
         found = json.loads(path.read_text())
         assert isinstance(found, dict)
-    except (ValueError, AssertionError):
+    except (ValueError, AssertionError, RecursionError):
         raise ValueError(f"expected a store of units in {path.parent}, but {path.name} is none") from None
     others = [name for name in sorted({*found, *identity}) if found.get(name) != identity.get(name)]
     if others:
