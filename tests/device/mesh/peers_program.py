@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.device import join_processes
-from kvjax.device.mesh.peers import watch_peers
+from kvjax.device.mesh.peers import DOOR_KEY, HELLO, watch_peers
 from kvjax.device.mesh.processes import ProcessBoard
 
 
@@ -33,6 +36,27 @@ def adder() -> tuple[jax.Array, object]:
         (mesh.size,), NamedSharding(mesh, PartitionSpec("x")), lambda index: np.ones(mesh.size)[index]
     )
     return ones, jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def send_strangers() -> list[socket.socket]:
+    """Connections to the door of process 0: silent, cut short, of another key, of no process, of much noise."""
+    state = distributed.global_state
+    assert state.client is not None
+    assert state.coordinator_address is not None
+    port, key = state.client.blocking_key_value_get(DOOR_KEY, 1000).split()
+    place = (state.coordinator_address.split(":")[0], int(port))
+    own = bytes.fromhex(key)
+    said = [b"", b"\0" * 4, own, own + b"\0\0\0\0", own + b"\xff" * 4, bytes(HELLO.size), os.urandom(100_000)]
+    lines = []
+    for i in range(210):
+        line = socket.create_connection(place)
+        with suppress(OSError):
+            line.sendall(said[i % len(said)])
+        if i % 2:
+            line.close()
+        else:
+            lines.append(line)
+    return lines
 
 
 def main() -> None:
@@ -46,6 +70,8 @@ def main() -> None:
     board.exchange("start", "")
     if own == victim:
         print("dies", flush=True)
+        strangers = send_strangers() if what == "strangers" else []
+        assert len(strangers) in (0, 105)
         if what == "fail":
             raise RuntimeError("planted")
         os.kill(os.getpid(), signal.SIGKILL)

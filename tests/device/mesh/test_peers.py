@@ -48,6 +48,7 @@ def start(number: int, *arguments: str) -> list[subprocess.Popen[str]]:
         pytest.param("exchange", 1, 2, marks=SWEEP),
         pytest.param("collective", 1, 3, marks=SWEEP),
         pytest.param("compute", 2, 3, marks=SWEEP),
+        pytest.param("strangers", 1, 3, marks=SWEEP),
     ],
 )
 def test_the_others_name_the_lost_one_and_end(what: str, victim: int, number: int) -> None:
