@@ -78,6 +78,7 @@ class PeerWatch:
         self._loss: Loss | None = None
         self._news = threading.Event()  # of the loss
         self._has_failed = False
+        self._is_leaving = False  # has failed by itself, and the others are told
         self._lines: list[socket.socket] = []  # to the others: of process 0 to all, of another to process 0
         self._trap = AbortTrap(self._end_before_abort)
 
@@ -124,7 +125,7 @@ class PeerWatch:
         """A process is gone, and so is this one in a second, if it does not end before."""
         if self._loss is not None or process == self.index:
             return
-        if self._has_failed:  # first, and is at its exit, where jax waits for the others
+        if self._is_leaving:  # at its exit, where jax waits for the others
             time.sleep(GRACE_S)
             os._exit(1)
         self._loss = Loss(process, reason)
@@ -151,12 +152,15 @@ class PeerWatch:
 
     def _end(self) -> None:
         """At the interpreter's exit."""
+        if self._has_failed:  # perhaps as another is lost, whose name the others are to hear first
+            self.lost(GRACE_S)
         if self._loss is not None:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(Exception):
                     stream.flush()
             time.sleep(2 * GRACE_S)  # its thread ends the process before
             os._exit(LOST_STATUS)
+        self._is_leaving = self._has_failed
         if not self._has_failed:
             self._tell(ENDED, self.index)
         for line in self._lines:
@@ -168,7 +172,7 @@ class PeerWatch:
         if self.lost(GRACE_S) is not None:
             time.sleep(2 * GRACE_S)  # as above
             os._exit(LOST_STATUS)
-        if self._has_failed:
+        if self._is_leaving:
             os._exit(1)
 
     def _tell(self, what: bytes, process: int) -> None:
