@@ -108,6 +108,25 @@ def test_an_index_names_files_of_its_folder_only(qwen3: Path, place: str | int) 
         load_model(qwen3)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 1_000_000,
+        '{"weight_map":' * 1_000_000,
+        "9" * 5_000,
+        "{}",
+        "[]",
+        '{"weight_map": 3}',
+        '{"weight_map": [[1]]}',
+    ],
+    ids=["deep list", "deep object", "long number", "no map", "list", "number", "list as map"],
+)
+def test_an_index_of_another_form_is_refused(qwen3: Path, text: str) -> None:
+    (qwen3 / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="expected a JSON object with a weight_map, got "):
+        load_model(qwen3)
+
+
 @pytest.mark.parametrize("place", ["", "..", "model-9.safetensors"])
 def test_an_index_that_names_no_file_is_refused(qwen3: Path, place: str) -> None:
     index = {"weight_map": {"model.norm.weight": place}}
