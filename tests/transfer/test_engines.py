@@ -238,6 +238,48 @@ class FaultyArrival:
         pass
 
 
+class HeldPeer(FaultyPeer):
+    """Its arrivals are ready once it lets go of them."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.holds = True
+
+    def pull(self, ticket: Ticket, writer: PageWriter, rank: int) -> Any:
+        return HeldArrival(self, self.offered[int.from_bytes(ticket.sources[0].offer, "big")])
+
+
+class HeldArrival(FaultyArrival):
+    def __init__(self, peer: HeldPeer, sent: SentRequest) -> None:
+        super().__init__(sent, "", 0)
+        self.peer = peer
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.peer.holds
+
+
+def test_what_arrives_for_a_request_that_was_aborted_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then its pages are another one's, which goes on to decode."""
+    monkeypatch.setattr(DecodeConnector, "wait", lambda self: None)
+    peer = HeldPeer()
+    pair = Pair("llama", peer, peer)  # type: ignore[arg-type]
+    few = replace(config_of(16), num_blocks=11)
+    pair.decode = LLMEngine(pair.decode.model, few, connector=pair.target)
+    pair.compute_prompts()
+    for request_id in pair.goldens:
+        pair.target.expect(request_id, pair.source.take_ticket(request_id))
+        pair.add(request_id, pair.goldens[request_id])
+        pair.decode.step()
+        pair.decode.abort(request_id)
+    for request_id, golden in pair.goldens.items():
+        pair.add(request_id, golden)
+    while not pair.decode._core.loop.scheduler.num_running:
+        pair.decode.step()
+    peer.holds = False
+    pair.assert_golden(drained(pair.decode))
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_random_faults_and_aborts_change_no_token_and_leak_no_block(seed: int) -> None:
     """Requests come, load and end in any order; those that are aborted come again, half of them without a ticket.
