@@ -43,6 +43,7 @@ def with_policy(policy: str, options: ManagerOptions) -> ManagerOptions:
         free_order=ours.rules.free_order,
         retention_ends=ours.rules.retention_ends,
         inner_hits=ours.rules.inner_hits,
+        rswa_as_vllm=ours.rules.rswa_as_vllm,
     )
     return replace(
         options, eviction_policy=ours.eviction_policy, retention_interval=ours.retention_interval, rules=rules

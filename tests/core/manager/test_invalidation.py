@@ -131,10 +131,10 @@ def test_bad_calls_are_refused_and_change_nothing() -> None:
     with pytest.raises(ValueError, match="request 'running' runs; free it before its weight_version changes"):
         running.set_weight_version(2)
     assert manager.snapshot() == before
-    with pytest.raises(ValueError, match=r"expected a weight_version that is an integer or text, got 1\.5"):
+    with pytest.raises(ValueError, match=r"expected a weight_version that is an integer of 64 bits or text, got 1\.5"):
         request("bad", weight_version=1.5)
     waiting = request("waiting", weight_version=1)
-    with pytest.raises(ValueError, match="expected a weight_version that is an integer or text, got True"):
+    with pytest.raises(ValueError, match="expected a weight_version that is an integer of 64 bits or text, got True"):
         waiting.set_weight_version(True)
     assert waiting.weight_version == 1
 

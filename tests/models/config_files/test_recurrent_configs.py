@@ -154,7 +154,7 @@ def test_states_split_where_all_devices_have_whole_units() -> None:
         ("granite_moe_hybrid", {"normalization_function": "layernorm"}, "'normalization_function' among rmsnorm, got"),
         ("kimi_linear", {"mla_use_nope": False}, "here: expected 'mla_use_nope' to be true, got false"),
         ("kimi_linear", {"moe_layer_freq": 2}, "here: expected 'moe_layer_freq' to be 1, got 2"),
-        ("kimi_linear", {"num_hidden_layers": 5}, r"linear_attn_config: expected layers 1 to 5 once each, got \[4\]"),
+        ("kimi_linear", {"num_hidden_layers": 5}, r"linear_attn_config: expected layers 1 to 5 once each, got \(4,\)"),
         ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types to be dense, then sparse, got"),
         ("kimi_linear", {"n_routed_experts": 4}, "here: expected one value of 'n_routed_experts' and its other names"),
         ("nemotron_h", {"num_hidden_layers": 4}, "here: expected num_hidden_layers to be 5, .*, got 4"),
