@@ -128,7 +128,8 @@ CALLS = (0, 1, 2, 3, 4, 6, 9, 13, 18, 24)  # of a connector, at which a process 
 LIMIT_S = 10.0
 
 
-@pytest.mark.parametrize("member", [0, pytest.param(1, marks=SWEEP)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("member", [0, 1])
 def test_decoding_outlives_a_prefill_process_that_dies_before_it_is_asked(member: int) -> None:
     """Its half of the heads is gone: every prompt is computed, and soon."""
     with groups("llama", ("tensor=2",), ("tensor=2",)) as (source, target):

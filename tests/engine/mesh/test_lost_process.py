@@ -35,7 +35,7 @@ POINTS = {
     "as an answer is given": (0, f"{FRONT}._answer", 2),
     "after an answer": (0, "kvjax.engine.front.owed_journal:OwedJournal.end", 6),
 }
-QUICK = ("in a decode", "between steps")
+QUICK = ("in a decode",)
 
 
 def launch(folder: Path, *arguments: str, restarts: int = 1) -> str:

@@ -49,7 +49,10 @@ def told(result: GenerationResult) -> tuple[Any, ...]:
     return (*tokens, result.finish_reason, result.text)
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 9, 17, 25])
+SWEEP = [pytest.param(num_steps, marks=pytest.mark.sweep) for num_steps in (1, 9, 25)]
+
+
+@pytest.mark.parametrize("num_steps", [0, 3, 17, *SWEEP])
 def test_a_request_that_is_taken_up_ends_as_it_would_have(num_steps: int) -> None:
     undisturbed, first, second = new_engine(), new_engine(), new_engine()
     add_all(undisturbed)

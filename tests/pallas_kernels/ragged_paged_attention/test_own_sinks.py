@@ -74,7 +74,7 @@ STEPS = {  # (query length, sequence length) and sink tokens of each sequence
 }
 
 
-@pytest.mark.parametrize("window", [1, 7, 20])
+@pytest.mark.parametrize("window", [20, *[pytest.param(window, marks=pytest.mark.sweep) for window in (1, 7)]])
 @pytest.mark.parametrize("backend", ["reference", "xla", "tpu", "gpu"])
 def test_a_query_sees_its_own_sequences_prompt_and_a_window(backend: str, window: int) -> None:
     """Prompts that end inside pages, before and inside the window, and behind the sequence."""
