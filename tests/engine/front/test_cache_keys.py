@@ -43,8 +43,8 @@ def test_samples_have_their_prompts_keys() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"cache_salt": ""}, "expected a cache_salt that is not empty"),
-        ({"lora_name": ""}, "expected a LoRA name that is not empty"),
+        ({"cache_salt": ""}, "expected cache_salt that is not empty"),
+        ({"lora_name": ""}, "expected lora_name that is not empty"),
     ],
 )
 def test_keys_without_text_are_refused(keys: dict[str, str], message: str) -> None:

@@ -114,7 +114,7 @@ def test_log_probabilities_are_the_models(logits: np.ndarray) -> None:
         ({"top_p": 0.0}, r"top_p in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, "got 1.5"),
         ({"top_k": -1}, "top_k >= 0 .* got -1"),
-        ({"seed": -1}, r"seed in \[0, 4294967295\], got -1"),
+        ({"seed": -1}, r"in \[0, 4294967295\], got -1"),
     ],
 )
 def test_values_out_of_range_are_refused(kwargs: dict[str, float], message: str) -> None:

@@ -87,5 +87,7 @@ def test_an_urgent_request_overtakes_in_the_engine() -> None:
     order = sorted(range(3), key=lambda i: results[i].stats.finish_time_s or 0.0)
     assert order == [2, 0, 1]
     assert_no_leak(engine)
-    with pytest.raises(ValueError, match="expected priority as an integer, lower is more urgent, got 'high'"):
+    with pytest.raises(
+        ValueError, match="expected priority as an integer of 64 bits, lower is more urgent, got 'high'"
+    ):
         engine.add_request([1], priority="high")  # type: ignore[arg-type]

@@ -293,7 +293,7 @@ def test_any_number_of_stop_tokens_works(depth: int, num_more: int) -> None:
     expected = expected_output(prompt, 10)
     others = tuple(token for token in range(VOCAB) if token not in expected)[:num_more]
     engine = FakeEngine(depth=depth)
-    engine.add("a", prompt, 10, stop_token_ids=(-1, 2**40, *others, expected[4]))
+    engine.add("a", prompt, 10, stop_token_ids=(-1, 2**31 - 1, *others, expected[4]))
     engine.add("b", prompt, 10, stop_token_ids=others)
     engine.run()
     assert engine.outputs == {"a": expected[:5], "b": expected}
