@@ -36,7 +36,6 @@ from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
 from kvjax.transfer.sent_request import PageWriter
 
 PAUSE_S = 5e-4  # between looks at arrivals, in `wait`
-BOARD_TIMEOUT_S = 600.0  # for the slowest process
 MAX_TICKETS = 65_536  # that are expected; the oldest are forgotten first
 
 logger = logging.getLogger("kvjax.transfer")
@@ -92,6 +91,8 @@ class DecodeConnector:
     once all processes have their parts of it.
     """
 
+    works_over_processes = True  # an engine of several processes may have it: each has one of its own
+
     def __init__(
         self,
         client: PageClient,  # fetches what tickets name
@@ -109,7 +110,7 @@ class DecodeConnector:
         self._placement = Placement.create() if placement is None else placement
         self._pace: LoadPace = OwnLoads(timeout_s, clock)
         if spans_processes(self._placement.mesh):
-            self._pace = CommonLoads(Reports(ProcessBoard(BOARD_TIMEOUT_S), timeout_s=timeout_s, clock=clock))
+            self._pace = CommonLoads(Reports(ProcessBoard(), timeout_s=timeout_s, clock=clock))
         self._ranks = [DecodeRank(self, rank) for rank in range(self._placement.num_data)]
         self._weights_name = self._weights_version = weights_version
         self._bound_writer: PageWriter | None = None  # until an engine has this connector
@@ -147,9 +148,13 @@ class DecodeConnector:
         self._start()
         self._bound_writer = PageWriter(manager.kv_cache_config, self._placement, weights_version=self._weights_version)
 
-    def ticket_of(self, request: Request) -> Ticket | None:
-        """What is expected for a request; a ticket of something else is dropped."""
-        ticket = self._tickets.get(request.request_id)
+    def ticket_of(self, request_id: str) -> Ticket | None:
+        """What is expected for a request."""
+        return self._tickets.get(request_id)
+
+    def checked_ticket_of(self, request: Request) -> Ticket | None:
+        """What is expected for a request, compared with it: a ticket of something else is dropped."""
+        ticket = self.ticket_of(request.request_id)
         if ticket is None or self._client.matches(ticket, request):
             return ticket
         self.num_refused += 1
@@ -245,11 +250,6 @@ class DecodeConnector:
     # -- KVConnector ------------------------------------------------------------------------------------------------
 
     @property
-    def works_over_processes(self) -> bool:
-        """Whether an engine of several processes may have it: each has one of its own."""
-        return True
-
-    @property
     def placement(self) -> Placement:
         """Where the engine's pages lie, which the engine checks."""
         return self._placement
@@ -335,7 +335,7 @@ class DecodeRank:
         self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """The tokens of the request's ticket behind its hit."""
-        ticket = self._connector.ticket_of(request)
+        ticket = self._connector.checked_ticket_of(request)
         if ticket is None or self._manager is None:
             return 0, False
         num_tokens = ticket.header.stop - num_computed_tokens
@@ -348,7 +348,7 @@ class DecodeRank:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Asks for the request's tokens, whose blocks it has."""
-        ticket = self._connector.ticket_of(request)
+        ticket = self._connector.ticket_of(request.request_id)
         if not num_external_tokens or ticket is None or self._manager is None:
             return
         stop = ticket.header.stop

@@ -46,6 +46,8 @@ class PrefillConnector:
     Over several processes each has a connector and a server of its own, and the same tickets.
     """
 
+    works_over_processes = True  # an engine of several processes may have it: each has one of its own
+
     def __init__(
         self,
         server: PageServer,  # offers what requests leave
@@ -120,11 +122,6 @@ class PrefillConnector:
         """There is nothing to wait for."""
 
     # -- KVConnector ------------------------------------------------------------------------------------------------
-
-    @property
-    def works_over_processes(self) -> bool:
-        """Whether an engine of several processes may have it: each has one of its own."""
-        return True
 
     @property
     def placement(self) -> Placement:

@@ -20,8 +20,6 @@ from kvjax.transfer.peers.page_server import PageServer
 from kvjax.transfer.peers.ticket import Source
 from kvjax.transfer.sent_request import SentRequest
 
-BOARD_TIMEOUT_S = 600.0  # for the slowest process to be there
-
 
 class Senders:
     """One process's side."""
@@ -38,7 +36,7 @@ class Senders:
         self._name, self._num_offers = b"", 0
         if spans_processes(placement.mesh):
             self._senders = [senders_of(placement, rank) for rank in range(placement.num_data)]
-            board = ProcessBoard(BOARD_TIMEOUT_S)
+            board = ProcessBoard()
             own = json.dumps([server.address, secrets.token_hex(16)])
             told = [json.loads(text) for text in board.exchange("senders", own)]
             self._index, self._addresses = board.index, [address for address, _ in told]

@@ -235,6 +235,16 @@ VALUES: dict[str, list[Any]] = {
     "suppress_tokens": [[3]],
     "forced_decoder_ids": [[3]],
 }
+LATENT: dict[str, list[Any]] = {  # of latent attention
+    "num_attention_heads": [With({"num_attention_heads": 8, "num_key_value_heads": 8})],
+    "num_key_value_heads": [2],
+    "rope_parameters": [
+        rope(rope_theta=500.0),
+        YARN,
+        YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    ],
+}
 _BY_KIND = "full_attention", "sliding_attention"
 OF_ONE: dict[str, dict[str, list[Any]]] = {
     "LlamaForCausalLM": {
@@ -343,24 +353,10 @@ OF_ONE: dict[str, dict[str, list[Any]]] = {
         "floor_scale": [4],
     },
     "DeepseekV2ForCausalLM": {
-        "num_attention_heads": [With({"num_attention_heads": 8, "num_key_value_heads": 8})],
-        "num_key_value_heads": [2],
-        "rope_parameters": [
-            rope(rope_theta=500.0),
-            YARN,
-            YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
-            YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
-        ],
+        **LATENT,
     },
     "DeepseekV3ForCausalLM": {
-        "num_attention_heads": [With({"num_attention_heads": 8, "num_key_value_heads": 8})],
-        "num_key_value_heads": [2],
-        "rope_parameters": [
-            rope(rope_theta=500.0),
-            YARN,
-            YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
-            YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
-        ],
+        **LATENT,
         "num_nextn_predict_layers": [0],
     },
     "DeepseekV4ForCausalLM": {

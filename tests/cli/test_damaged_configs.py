@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.cli.main import main
 from kvjax.configs import config_root
+from tests.plain_trees import places_of
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 7, 10**6, 2**31 - 1, 2**31, 2**63, 10**30, 0.5, -0.5, 1e300, 1e400, float("nan")),
@@ -20,16 +21,6 @@ VALUES: tuple[Any, ...] = (
     *({"a": 1}, {"rope_type": "yarn"}, {"rope_type": "default", "factor": 0}),
 )
 FILES = sorted((config_root() / "models").glob("*.json"))
-
-
-def places_of(plain: Any) -> list[tuple[Any, Any]]:
-    """Every container and key of a tree."""
-    found, containers = [], [plain]
-    for one in containers:
-        keys = list(one) if isinstance(one, dict) else range(len(one))
-        found += [(one, key) for key in keys]
-        containers += [one[key] for key in keys if isinstance(one[key], dict | list)]
-    return found
 
 
 def is_refused(capsys: pytest.CaptureFixture[str], *argv: str) -> bool:

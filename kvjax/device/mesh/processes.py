@@ -28,6 +28,7 @@ from kvjax.errors import DivergenceError, PeerLostError
 LOOK_MS = 500  # how often a process that waits for another looks whether it is still there
 LOSS_S = 1.0  # in which a process that has ended is known to have
 
+PROCESS_TIMEOUT_S = 600.0  # for the slowest process: one may compile while another waits
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -62,7 +63,7 @@ def spans_processes(mesh: Mesh) -> bool:
 class ProcessBoard:
     """Where all processes put texts up for each other. Owned by one thread; an exchange waits for the slowest."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float = PROCESS_TIMEOUT_S) -> None:
         """A board of its own for the n-th that every process makes. An exchange waits so long for the others.
 
         Raises:

@@ -1,6 +1,6 @@
 """What a caller gives for prompts and their params, told apart from what looks like it.
 
-Flow:    LLMEngine.generate, stream -> [prompts_of, params_of] -> RequestMaker
+Flow:    LLMEngine.generate, stream -> [prompts_of, params_of] -> RequestMaker -> [encoded] -> token ids
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.core.tables.given_values import as_text
 from kvjax.engine.requests.sampling_params import SamplingParams, checked_params
+from kvjax.models import LoadedModel
 
 FORMS = "a text, a list of token ids or an integer array"
 
@@ -37,6 +39,21 @@ def check_prompt(prompt: Any) -> None:
         raise ValueError(f"expected a prompt as {FORMS}, got {_named(prompt)}")
 
 
+def encoded(model: LoadedModel, prompt: Any) -> Sequence[int] | np.ndarray:
+    """One prompt's token ids, as far as they are known to be such: a text's by the model's tokenizer.
+
+    Raises:
+        ValueError: it is no prompt, or text for a model without a tokenizer.
+    """
+    if not isinstance(prompt, str):
+        check_prompt(prompt)
+        return prompt  # type: ignore[no-any-return]
+    as_text("a prompt", prompt)
+    if model.tokenizer is None:
+        raise ValueError(f"expected token ids, got text: {model.no_tokenizer}")
+    return model.tokenizer.encode(prompt)
+
+
 def params_of(params: Any, num_prompts: int) -> list[SamplingParams]:
     """One `params` for each prompt.
 
@@ -53,4 +70,4 @@ def _named(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-__all__ = ["check_prompt", "params_of", "prompts_of"]
+__all__ = ["check_prompt", "encoded", "params_of", "prompts_of"]

@@ -31,6 +31,7 @@ import numpy as np
 
 from kvjax.device.mesh.peers import watch_peers
 from kvjax.device.mesh.processes import ProcessBoard, spans_processes
+from kvjax.engine.front.given_prompts import encoded
 from kvjax.engine.front.llm_engine import LLMEngine
 from kvjax.engine.front.owed_journal import Journal, OwedJournal, newest, read_journal
 from kvjax.engine.requests.engine_request import sample_ids
@@ -122,7 +123,7 @@ class ProcessFront:
         if not self.takes_requests:
             raise ValueError(f"expected requests on process 0, got one on process {self._index}")
         params = SamplingParams() if params is None else params
-        tokens = tuple(np.asarray(self._encode(prompt)).tolist())
+        tokens = tuple(np.asarray(encoded(self.engine.model, prompt)).tolist())
         with self._changed:
             if self._is_closed:
                 raise EngineClosedError("the front is closed; make a new one")
@@ -285,14 +286,6 @@ class ProcessFront:
             future.set_result(result)
         self._answered.append(result.request_id)
         self._has_answered = True
-
-    def _encode(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
-        if not isinstance(prompt, str):
-            return prompt
-        tokenizer = self.engine.model.tokenizer
-        if tokenizer is None:
-            raise ValueError(f"expected token ids, got text: {self.engine.model.no_tokenizer}")
-        return tokenizer.encode(prompt)
 
     def _seed(self, place: int) -> int:
         own = (self.engine.config.seed, self._run, place)

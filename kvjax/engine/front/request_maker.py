@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.core import BlockHasher, LoRARequest, Request
 from kvjax.core.requests.token_ids import as_token_ids
 from kvjax.core.tables.given_values import as_text
-from kvjax.engine.front.given_prompts import check_prompt
+from kvjax.engine.front.given_prompts import encoded
 from kvjax.engine.requests.engine_request import EngineRequest, sample_ids
 from kvjax.engine.requests.output_text import OutputText
 from kvjax.engine.requests.request_inputs import GivenInputs, checked_inputs, read_inputs
@@ -139,20 +139,11 @@ class RequestMaker:
 
     def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:  # int32[num_prompt_tokens]
         """The prompt's tokens, all of the model's vocabulary."""
-        token_ids = as_token_ids(self._encode(prompt), "prompt_token_ids")
+        token_ids = as_token_ids(encoded(self._model, prompt), "prompt_token_ids")
         largest = int(token_ids.max(initial=0))
         if largest >= self._model.config.vocab_size:
             raise ValueError(f"expected token ids below {self._model.config.vocab_size}, got {largest}")
         return token_ids
-
-    def _encode(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
-        if not isinstance(prompt, str):
-            check_prompt(prompt)
-            return prompt
-        as_text("a prompt", prompt)
-        if self._model.tokenizer is None:
-            raise ValueError(f"expected token ids, got text: {self._model.no_tokenizer}")
-        return self._model.tokenizer.encode(prompt)
 
     def _seed(self, params: SamplingParams, place: int) -> int:
         """The seed of the prompt's sample number `place`."""

@@ -105,10 +105,6 @@ class LoadingRequests:
             waiting.append(one)
         return waiting
 
-    def fail_all(self) -> list[EngineRequest]:
-        """All loads have failed; the requests wait again."""
-        return self.end((), list(self._loading))
-
     def take_loaded(self) -> list[EngineRequest]:
         """Takes out the requests that may run."""
         loaded, self.loaded = self.loaded, []

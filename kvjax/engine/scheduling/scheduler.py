@@ -294,11 +294,6 @@ class Scheduler:
         for engine_request in () if self._loads is None else self._loads.end(loaded, failed):
             self._waiting.put_back(engine_request)
 
-    def fail_loads(self) -> None:
-        """No load comes any more: its request waits, to be computed."""
-        for engine_request in () if self._loads is None else self._loads.fail_all():
-            self._waiting.put_back(engine_request)
-
     def check_invariants(self) -> None:
         """Checks I1 to I4, and the laws of the requests' inputs.
 

@@ -202,7 +202,7 @@ class EngineCore:
             connector.reset()
             for rank, manager in enumerate(self.loop.managers):
                 connector.of_rank(rank).scheduler.bind_kv_cache_manager(manager)
-            self.loop.scheduler.fail_loads()
+            self.loop.scheduler.end_loads((), list(self.loop.requests))  # those that load
 
     def _begin(self) -> None:
         """A change begins. Its caller has the outputs of the step before."""

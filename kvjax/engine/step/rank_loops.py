@@ -90,11 +90,6 @@ class RankSchedulers:
         for one in self.by_rank:
             one.end_loads(loaded, failed)
 
-    def fail_loads(self) -> None:
-        """As of each."""
-        for one in self.by_rank:
-            one.fail_loads()
-
     def check_fits(self, request: EngineRequest) -> None:
         """As `Scheduler.check_fits`: all ranks have the same limits."""
         self.by_rank[0].check_fits(request)

@@ -22,7 +22,7 @@ from kvjax.transfer.peers.certificates import server_credentials
 from kvjax.transfer.peers.content import content_code
 from kvjax.transfer.peers.key import TransferKey
 from kvjax.transfer.peers.offers import Offers
-from kvjax.transfer.peers.ticket import OFFER_BYTES, Source, Ticket
+from kvjax.transfer.peers.ticket import OFFER_BYTES, Source, Ticket, split_address
 from kvjax.transfer.peers.wire import PULL, RELEASE, PullRequest, chunks, server_options
 from kvjax.transfer.sent_request import SentHeader, SentRequest
 
@@ -154,10 +154,10 @@ class _Methods:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
+    parts = split_address(address)
+    if parts is None:
         raise ValueError(f"expected host:port, got {address!r}; port 0 is a free one")
-    return host, int(port)
+    return parts
 
 
 def _stream(sent: SentRequest, share: HeadPart, wanted: HeadPart, *, with_rest: bool) -> Iterator[bytes]:

@@ -92,6 +92,13 @@ class Ticket:
         return _ticket(fields)
 
 
+def split_address(address: str) -> tuple[str, int] | None:
+    """Host and port; None: it is not `host:port`."""
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16
+    return (host, int(port)) if host and is_port else None
+
+
 def _ticket(fields: Any) -> Ticket:
     sources, content, header = _list(fields, "fields", 3)
     first, stop, weights_version, layers = _list(header, "header", 4)
@@ -115,17 +122,15 @@ def _ticket(fields: Any) -> Ticket:
 def _source(fields: Any) -> Source:
     address, offer = _list(fields, "source", 2)
     address = _of_type(address, "address", str)
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) < 1 << 16:
+    parts = split_address(address)
+    if parts is None or not parts[1]:
         raise ValueError(f"expected host:port in a ticket, got {address[:80]!r}")
     return Source(address, _bytes(offer, "offer", OFFER_BYTES))
 
 
 def _layer(fields: Any) -> LayerHeader:
     name, shapes, dtypes, num_entries, entries_per_page, has_heads, runs = _list(fields, "layer", 7)
-    sizes = tuple(
-        tuple(_integer(size, "size", 1) for size in _list(shape, "shape")) for shape in _list(shapes, "shapes")
-    )
+    sizes = tuple(_shape(shape) for shape in _list(shapes, "shapes"))
     return LayerHeader(
         _of_type(name, "layer name", str),
         sizes,
@@ -190,4 +195,4 @@ def _of_type(value: Any, what: str, kind: type[T]) -> T:
     return value
 
 
-__all__ = ["Source", "Ticket"]
+__all__ = ["Source", "Ticket", "split_address"]

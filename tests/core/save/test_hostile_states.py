@@ -16,6 +16,7 @@ import pytest
 from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.core.save import bounded_cbor
 from tests.core.save.test_manager_state import FULL, HYBRID
+from tests.plain_trees import places_of
 
 MOST_BYTES = 32 << 20
 VALUES: tuple[Any, ...] = (
@@ -98,16 +99,6 @@ def test_bytes_that_were_changed(seed: int) -> None:
                 data[start:start] = rng.bytes(end - start)
         if bytes(data) != state:
             assert assert_is_refused_or_sound(bytes(data))
-
-
-def places_of(plain: Any) -> list[tuple[Any, Any]]:
-    """Every container and key of a tree."""
-    found, containers = [], [plain]
-    for one in containers:
-        keys = list(one) if isinstance(one, dict) else range(len(one))
-        found += [(one, key) for key in keys]
-        containers += [one[key] for key in keys if isinstance(one[key], dict | list)]
-    return found
 
 
 @pytest.mark.parametrize("seed", range(8))

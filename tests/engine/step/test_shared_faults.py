@@ -92,14 +92,14 @@ def test_a_lying_store_never_gives_a_wrong_token(kind: str, secret: str | None) 
     assert num_lies > 0
 
 
-class Moody:
-    """Calls that fail, hang, are late or refuse writes, by chance."""
+class Moody(LyingBackend):
+    """Calls that fail, hang, are late or give wrong answers, by chance."""
 
     def __init__(self, under: LyingBackend, seed: int) -> None:
-        self.under = under
+        super().__init__(under)
         self.rng = np.random.default_rng(seed)
 
-    async def _mood(self) -> None:
+    async def _before(self) -> None:
         mood = self.rng.random()
         if mood < 0.15:
             raise OSError("planted")
@@ -109,23 +109,8 @@ class Moody:
             await asyncio.sleep(0.03)
 
     async def have(self, names: Sequence[str]) -> list[bool]:
-        await self._mood()
-        found = await self.under.have(names)
+        found = await super().have(names)
         return [there if self.rng.random() < 0.9 else not there for there in found]
-
-    async def get(self, names: Sequence[str]) -> list[Any]:
-        await self._mood()
-        return list(await self.under.get(names))
-
-    async def put(self, items: Sequence[tuple[str, bytes]]) -> None:
-        await self._mood()
-        await self.under.put(items)
-
-    async def delete(self, names: Sequence[str]) -> None:
-        await self.under.delete(names)
-
-    async def close(self) -> None:
-        await self.under.close()
 
 
 @pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 6)]])
