@@ -86,7 +86,7 @@ def test_asked_for_the_rules_are_kvjax_s_and_hashes_the_release_s(vllm: Any, mon
     monkeypatch.setenv("KVJAX_POLICY", "kvjax")
     for cls in (install(), install(policy="kvjax")):
         stack = rules_of(made(vllm, KVCacheManager)).rules
-        rules = replace(stack, free_order="uncached_first", retention_ends="all", inner_hits=False)
+        rules = replace(stack, free_order="uncached_first", retention_ends="all", inner_hits=False, rswa_as_vllm=False)
         found = rules_of(made(vllm, cls))
         assert found == ManagerOptions(eviction_policy="learned", retention_interval="auto", rules=rules)
     assert rules_of(made(vllm, install(eviction_policy="lru"))).eviction_policy == "lru"
