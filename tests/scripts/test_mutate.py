@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
 
 def run(root: Path, *options: str) -> list[dict[str, Any]]:
     results = root.parent / "results.jsonl"
-    main(["--of", "toy.py", "--tests", "tests", "--results", str(results), "--timeout", "15", *options], root)
+    main(["--of", "toy.py", "--tests", "tests", "--results", str(results), "--timeout", "8", *options], root)
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 

@@ -64,6 +64,7 @@ def test_pages_that_are_copied_or_not_aliased_are_told() -> None:
     assert not is_in_place(report | {"aliased_bytes": 9})
 
 
+@pytest.mark.sweep
 @needs_libtpu
 def test_a_step_of_four_chips_is_in_place() -> None:
     """Two layers of Llama 3 8B over a v6e 2x2, tensor parallel, in the pages.
