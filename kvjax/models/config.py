@@ -71,7 +71,7 @@ class ModelConfig(abc.ABC):
     dtype: str = "float32"  # of the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    quant_method: str | None = None  # how a checkpoint's weights are quantised, which can be planned for and not loaded
+    quant_method: str | None = None  # how a checkpoint's weights are quantised
 
     @property
     @abc.abstractmethod

@@ -7,59 +7,35 @@ Nothing is loaded before every tensor's name and shape has been checked.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from kvjax.device.mesh.placement import TENSOR_AXIS, with_auto_axes
 from kvjax.errors import CheckpointError
-from kvjax.extras import require_extra
 from kvjax.models.chat import ChatTemplate
-from kvjax.models.config import ModelConfig, StreamingWindow
+from kvjax.models.config import ModelConfig, StreamingWindow, read_json_object
 from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.models.configs.rope import RopeConfig
 from kvjax.models.finite import num_not_finite
 from kvjax.models.layers.language_model import LanguageModel
+from kvjax.models.quantised import Scheme, dequantised, scheme_of
 from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
+from kvjax.models.tensor_files import CheckpointTensor, open_tensors
 from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
 from kvjax.models.tokenizer import NO_TOKENIZER, Tokenizer, why_no_tokenizer
 
-_SCALE = r"\.(weight_scale_inv|scale)$"  # ends of names of tensors that stand beside quantised weights
-_STORED_DTYPES = ("F64", "F32", "BF16", "F16", "I64", "I32")  # of weights that are not quantised, and of tables
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """One tensor of an open file."""
-
-    file: Any
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Without reading it."""
-        return tuple(self.file.get_slice(self.name).get_shape())
-
-    @property
-    def dtype(self) -> str:
-        """As safetensors names it."""
-        return str(self.file.get_slice(self.name).get_dtype())
-
-    def read(self) -> np.ndarray:
-        """The tensor."""
-        array: np.ndarray = self.file.get_tensor(self.name)
-        return array
+_SCALE = r"\.(weight_scale_inv|weight_scale|scale)$"  # ends of names of tensors that stand beside quantised weights
 
 
 @dataclass(frozen=True)
@@ -99,7 +75,8 @@ def load_model(
 ) -> LoadedModel:
     """The model in `folder`, split over the axis `tensor_axis` of `mesh` if there is one.
 
-    Weights are in `dtype`, None: in that of the folder's config.json; the config that comes back says which.
+    Weights are in `dtype`, None: in that of the folder's config.json; the config that comes back says which. Quantised
+    weights are made that on the way, one tensor at a time; `kvjax.models.quantised` has the ways that are read.
     With `max_model_len` it is made for sequences of that many tokens at most, which long and dynamic rope go by; an
     engine sees to that by itself. With `streaming` its layers, which have full attention, see a window and the first
     tokens only. `check_finite` reads every weight once more while it is in memory, about 1 s for 4 GB.
@@ -109,7 +86,7 @@ def load_model(
         CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named. With
             `check_finite`, a weight that is NaN or infinite in the dtype that it is loaded in; its tensor is named.
         MissingExtraError: safetensors or tokenizers is not installed.
-        NotImplementedError: weights are quantised, or have an adapter beside them.
+        NotImplementedError: weights are quantised by something that is not read, or have an adapter beside them.
         ValueError: weights have no such dtype here, heads or feed-forward columns do not divide over the axis, or
             layers other than of full attention are to stream.
     """
@@ -117,7 +94,8 @@ def load_model(
         raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
-    _check_form(folder, config)
+    _check_form(folder)
+    scheme = scheme_of(read_json_object(folder / "config.json"), str(folder / "config.json"))
     if max_model_len is not None and max_model_len < config.max_model_len:
         config = config.for_length(max_model_len)
     config = config if streaming is None else config.for_streaming(streaming)
@@ -129,7 +107,7 @@ def load_model(
     graph, state = nnx.split(abstract)
     params = nnx.to_flat_state(state)
     with ExitStack() as stack:
-        tensors = _open_tensors(folder, abstract, stack)
+        tensors = _open_weights(folder, config, abstract, scheme, stack)
         sources = _match_tensors([(path, param.shape) for path, param in params], tensors, abstract, folder)
         # Parameters that are parts of one tensor come close together.
         read = lru_cache(maxsize=2)(lambda name: tensors[name].read())
@@ -160,91 +138,38 @@ def _check_finite(array: np.ndarray, source: TensorSource, folder: Path) -> None
         )
 
 
-def _check_form(folder: Path, config: ModelConfig) -> None:
-    """Raises NotImplementedError where weights are not all that the model has, or not what they stand for."""
+def _check_form(folder: Path) -> None:
+    """Raises NotImplementedError where weights are not all that the model has."""
     if (folder / "adapter_config.json").is_file():
         raise NotImplementedError(
             f"{folder}: expected weights without an adapter, got adapter_config.json, which transformers would apply: "
             "merge the adapter into the weights, or take it out of the folder"
         )
-    if config.quant_method is not None:
-        raise NotImplementedError(
-            f"{folder}: expected weights in {', '.join(WEIGHT_DTYPES)}, got some quantised by {config.quant_method!r}: "
-            "convert them first, as transformers does with dequantize=True, and take quantization_config out of the "
-            "config"
-        )
 
 
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, as the checkpoint's index says; None: there is no index, and one file has them all.
+def _open_weights(
+    folder: Path, config: ModelConfig, module: LanguageModel, scheme: Scheme | None, stack: ExitStack
+) -> Mapping[str, CheckpointTensor]:
+    """Every tensor by the name that the model has for it, quantised ones as what they stand for.
 
     Raises:
-        CheckpointError: an index of another form, or one that names a file outside the folder.
+        CheckpointError: as `open_tensors`, or tensors are quantised and config.json does not say how.
     """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return None
-    try:
-        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: expected a JSON object with a weight_map, got {error!r}") from error
-    for name, file in files.items():
-        if not isinstance(file, str) or PurePosixPath(file).name != file or PureWindowsPath(file).name != file:
-            raise CheckpointError(f"{index}: expected {name} in a file beside the index, got {file!r}")
-    return files
-
-
-def _open_file(path: Path, stack: ExitStack) -> Any:
-    """A safetensors file, which `stack` closes.
-
-    Raises:
-        CheckpointError: it is missing, or no safetensors file.
-    """
-    safetensors = require_extra("safetensors", "hf", "loading a model")
-    if not path.is_file():
-        raise CheckpointError(f"expected weights in safetensors files, found no {path}")
-    try:
-        return stack.enter_context(safetensors.safe_open(path, framework="numpy"))
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path}: expected a safetensors file, got one that cannot be read: {error}") from error
-
-
-def _open_tensors(folder: Path, module: LanguageModel, stack: ExitStack) -> dict[str, _Stored]:
-    """Every tensor by the name that the model has for it; `stack` closes their files.
-
-    With an index they are those that it names, each from the file that it names; files may hold others.
-
-    Raises:
-        CheckpointError: as `_open_file`, a file lacks a tensor, or weights are quantised.
-    """
-    weight_map = _weight_map(folder)
-    names = ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values()))
-    files = {name: _open_file(folder / name, stack) for name in names}
-    held = {name: set(file.keys()) for name, file in files.items()}
-    tensors: dict[str, _Stored] = {}
-    if weight_map is None:
-        weight_map = dict.fromkeys(held[names[0]], names[0])
-    for tensor, name in weight_map.items():
-        if tensor not in held[name]:
-            raise CheckpointError(
-                f"{folder / name}: expected the tensor {tensor}, as the index says, got a file without it: the index "
-                "and the file are of different checkpoints, or the file is cut off"
-            )
-        stored = tensors.setdefault(module.own_name(tensor), _Stored(files[name], tensor))
-        if stored.name != tensor:
-            raise CheckpointError(f"{folder}: expected one tensor of {stored.name} and {tensor}, which mean the same")
+    tensors = open_tensors(folder, module.own_name, stack)
+    if scheme is not None:
+        return dequantised(scheme, tensors, jnp.dtype(config.dtype))
     scales = sorted(name for name in tensors if re.sub(_SCALE, ".weight", name) in tensors.keys() - {name})
     if scales:
         raise CheckpointError(
-            f"{folder}: expected weights in {', '.join(WEIGHT_DTYPES)}, got {len(scales)} that are quantised in blocks "
-            f"({scales[0]}); convert the checkpoint to bfloat16 first"
+            f"{folder}: expected a quantization_config in config.json, got none beside {len(scales)} weights that are "
+            f"quantised ({scales[0]}): take the config.json that was released with them"
         )
     return tensors
 
 
 def _match_tensors(
     params: list[tuple[ParamPath, tuple[int, ...]]],  # path and shape of every parameter
-    tensors: dict[str, _Stored],
+    tensors: Mapping[str, CheckpointTensor],
     module: LanguageModel,
     folder: Path,
 ) -> dict[ParamPath, TensorSource]:
@@ -259,11 +184,12 @@ def _match_tensors(
     problems = []
     for path, shape in params:
         for name, expected in zip(sources[path].names, sources[path].shapes(shape), strict=True):
-            got = tensors[name].shape if name in tensors else "no such tensor"
-            if got != expected:
-                problems.append(f"{name}: expected shape {expected}, got {got}")
-            elif tensors[name].dtype not in _STORED_DTYPES:
-                problems.append(f"{name}: expected one of {', '.join(_STORED_DTYPES)}, got {tensors[name].dtype}")
+            if name not in tensors:
+                problems.append(f"{name}: expected shape {expected}, got no such tensor")
+            elif (problem := tensors[name].problem) is not None:
+                problems.append(f"{name}: {problem}")
+            elif tensors[name].shape != expected:
+                problems.append(f"{name}: expected shape {expected}, got {tensors[name].shape}")
     known = {name for source in sources.values() for name in source.names}
     problems += [f"{name}: expected no such tensor" for name in _surplus(tensors, known, module, prefix)]
     problems += _other_heads(tensors, module, prefix)
@@ -273,7 +199,9 @@ def _match_tensors(
     return sources
 
 
-def _surplus(tensors: dict[str, _Stored], known: set[str], module: LanguageModel, prefix: str) -> Iterator[str]:
+def _surplus(
+    tensors: Mapping[str, CheckpointTensor], known: set[str], module: LanguageModel, prefix: str
+) -> Iterator[str]:
     """Names that the model has no place for, in order; a tied head's copy and rotary tables are not among them."""
     ignored = (*module.ignored_tensors, *(prefix + name for name in module.config.ignored_tensors))
     heads = set(_copies_of_head(tensors, module))
@@ -283,7 +211,7 @@ def _surplus(tensors: dict[str, _Stored], known: set[str], module: LanguageModel
             yield name
 
 
-def _copies_of_head(tensors: dict[str, _Stored], module: LanguageModel) -> list[str]:
+def _copies_of_head(tensors: Mapping[str, CheckpointTensor], module: LanguageModel) -> list[str]:
     """Tensors that have the name of the output head, where the embeddings are that."""
     if not module.config.tie_word_embeddings:
         return []
@@ -291,7 +219,7 @@ def _copies_of_head(tensors: dict[str, _Stored], module: LanguageModel) -> list[
     return [name for name in tensors if name == head or name.endswith(f".{head}")]
 
 
-def _other_heads(tensors: dict[str, _Stored], module: LanguageModel, prefix: str) -> Iterator[str]:
+def _other_heads(tensors: Mapping[str, CheckpointTensor], module: LanguageModel, prefix: str) -> Iterator[str]:
     """What is wrong with copies of a tied head: one that is not the embeddings is an output head of its own."""
     embeddings = tensors.get(prefix + module.anchor)
     for name in _copies_of_head(tensors, module):

@@ -149,12 +149,12 @@ def test_layers_that_predict_further_tokens_are_ignored_and_no_others(folder: Pa
         load_model(folder, "float32")
 
 
-def test_weights_quantised_in_blocks_are_refused(folder: Path) -> None:
+def test_scales_of_which_the_config_says_nothing_are_refused(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     scale = {"model.layers.0.self_attn.o_proj.weight_scale_inv": np.ones((1, 1), np.float32)}
     save_file(tensors | scale, folder / "model.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"got 1 that are quantised .*o_proj\.weight_scale_inv.* to bfloat16 first"
+        CheckpointError, match=r"got none beside 1 weights .*o_proj\.weight_scale_inv\): take the config"
     ):
         load_model(folder, "float32")
 

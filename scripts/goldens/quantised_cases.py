@@ -1,0 +1,91 @@
+"""Tiny checkpoints of each way to store quantised weights.
+
+Flow:    families_*.py -> [cases] -> scripts/make_quantised_goldens.py -> tests/models/quantised/goldens/*
+
+A case rounds the weights of a tiny model itself, as the library that writes such checkpoints does; reading them again
+is left to transformers, whose numbers the goldens are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from scripts.goldens.families_experts import families as families_of_experts
+from scripts.goldens.family import TINY, Family, rope
+
+Tensors = dict[str, torch.Tensor]
+KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "router", "bias")  # parts of names of what stays as it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One quantised checkpoint."""
+
+    family: Family
+    quantization: dict[str, Any]  # `quantization_config`
+    store: Callable[[str, torch.Tensor], Tensors]  # a weight's name and float32 values -> what is stored of it
+    read: dict[str, Any]  # options of from_pretrained
+
+    def load(self, folder: Path) -> torch.nn.Module:
+        """The checkpoint as transformers dequantises it, in float32."""
+        options = {"attn_implementation": "eager", "dtype": torch.float32}
+        return self.family.model_class.from_pretrained(folder, **options, **self.read).eval()
+
+    def stored(self, tensors: Tensors) -> Tensors:
+        """The checkpoint of a model's tensors in bfloat16."""
+        result: Tensors = {}
+        for name, tensor in tensors.items():
+            is_kept = tensor.ndim < 2 or any(part in name for part in KEPT)
+            result |= {name: tensor} if is_kept else self.store(name, tensor.float())
+        return result
+
+
+def llama() -> Family:
+    """Grouped heads, and an output head of its own."""
+    config = transformers.LlamaConfig(**TINY, num_hidden_layers=2, rope_parameters=rope())
+    return Family(config=config, prompt_lengths=(45,), logits_stride=16)
+
+
+def qwen3_moe() -> Family:
+    """A dense layer, then a tensor for each expert and projection."""
+    family = families_of_experts()["qwen3_moe"]
+    return Family(config=family.config, prompt_lengths=(45,), logits_stride=16)
+
+
+def block_fp8(block: tuple[int, int]) -> Callable[[str, torch.Tensor], Tensors]:
+    """Blocks scaled to the largest finite number of E4M3."""
+
+    def store(name: str, weight: torch.Tensor) -> Tensors:
+        rows, columns = (size // one for size, one in zip(weight.shape, block, strict=True))
+        blocks = weight.reshape(rows, block[0], columns, block[1])
+        scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        values = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(weight.shape)
+        return {name: values, f"{name}_scale_inv": scale}
+
+    return store
+
+
+def cases() -> dict[str, Case]:
+    """Every case by its name."""
+    return {
+        "fp8_block": Case(
+            family=qwen3_moe(),
+            quantization={
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "quant_method": "fp8",
+                "weight_block_size": [8, 8],
+            },
+            store=block_fp8((8, 8)),
+            read={"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))},
+        ),
+    }
+
+
+__all__ = ["Case", "Tensors", "cases"]
