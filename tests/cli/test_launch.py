@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from pathlib import Path
+
+import pytest
+
+from kvjax.cli.main import main
 
 TOLD = "import os; print(*(os.environ[f'JAX_{name}'] for name in ('PROCESS_ID', 'NUM_PROCESSES', 'NUM_CPU_DEVICES')))"
 FAILS_TWICE = """
@@ -41,8 +45,10 @@ def test_without_restarts_left_the_status_is_that_of_the_first_that_failed() -> 
         assert done.stderr.endswith("no restart is left\n")
 
 
-def test_one_that_does_not_end_is_killed(tmp_path: Path) -> None:
+def test_one_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("kvjax.cli.commands.launch.END_S", 0.25)
     program = "import os, sys, signal\nsys.exit(1) if os.environ['JAX_PROCESS_ID'] == '0' else signal.pause()"
-    done = launch("--restarts", "0", "--", sys.executable, "-c", program)
-    assert done.returncode == 1
-    assert "process 0 ended with status 1; the others ended within 1" in done.stderr
+    assert main(["launch", "--restarts", "0", "--", sys.executable, "-c", program]) == 1
+    told = re.search(r"process 0 ended with status 1; the others ended within (.*) s", capsys.readouterr().err)
+    assert told is not None
+    assert 0.2 <= float(told[1]) < 10.0

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, TypeVar
 
 import cbor2
 import numpy as np
 
+from kvjax.core.save.bounded_cbor import load_plain
 from kvjax.transfer.peers.key import TransferKey
 from kvjax.transfer.sent_request import LayerHeader, SentHeader
 
 MAGIC = b"kvjaxT02"  # with the format's number
 CODE_BYTES = 32
 MAX_BYTES = 4 << 20
+MAX_MEMORY_BYTES = 64 << 20  # of its fields once they are read
 MAX_COLUMNS = 1 << 22  # of a layer
 OFFER_BYTES = 16
 INT32_END = 1 << 31
@@ -82,13 +83,10 @@ class Ticket:
             )
         if not key.signed("ticket", data[begin:], data[len(MAGIC) : begin]):
             raise ValueError("expected a ticket signed with this key, got another code; give both sides one key")
-        stream = BytesIO(data[begin:])
         try:
-            fields = cbor2.load(stream)
-        except Exception as error:  # cbor2 raises many types for bytes that are none
-            raise ValueError(f"expected fields of a ticket, got {len(data) - begin} other bytes") from error
-        if stream.read(1):
-            raise ValueError("expected the end of a ticket behind its fields, got more bytes")
+            fields = load_plain(data[begin:], MAX_MEMORY_BYTES)
+        except ValueError as error:
+            raise ValueError(f"expected fields of a ticket, got other bytes: {error}") from error
         return _ticket(fields)
 
 

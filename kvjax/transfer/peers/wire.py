@@ -16,6 +16,7 @@ from typing import Any
 import cbor2
 import numpy as np
 
+from kvjax.core.save.bounded_cbor import load_plain
 from kvjax.transfer.head_part import HeadPart
 from kvjax.transfer.peers.ticket import OFFER_BYTES
 
@@ -23,6 +24,7 @@ SERVICE = "kvjax.transfer.Pages"
 PULL, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Release"
 CHUNK_BYTES = 1 << 20
 MAX_REQUEST_BYTES = 1 << 12
+MAX_MEMORY_BYTES = 1 << 16  # of a request once it is read
 MAX_PARTS = 1 << 16
 
 
@@ -46,9 +48,9 @@ class PullRequest:
             ValueError: it is none.
         """
         try:
-            offer, part, with_rest = cbor2.loads(data)
+            offer, part, with_rest = load_plain(data, MAX_MEMORY_BYTES)
             first, stop, num_parts = part
-        except Exception as error:  # cbor2 raises many types for bytes that are none
+        except (TypeError, ValueError) as error:
             raise ValueError(f"expected a request for pages, got {len(data)} other bytes") from error
         has_types = all(type(number) is int for number in part) and type(with_rest) is bool and type(offer) is bytes
         if not has_types or len(offer) != OFFER_BYTES or not 0 <= first < stop <= num_parts <= MAX_PARTS:

@@ -14,6 +14,7 @@ from kvjax.errors import TierDataError
 from kvjax.tiers.shared.config import SharedTierConfig
 from kvjax.tiers.shared.object_backend import ObjectBackend
 from kvjax.tiers.tiers import Tiers
+from tests.damage import flipped
 from tests.engine.engines import assert_no_leak
 from tests.engine.step.test_shared_tier import close, tiers_of
 from tests.engine.step.test_tiers import GREEDY, make_engine, rounds
@@ -30,12 +31,6 @@ def backend_with_units(name: str) -> tuple[LyingBackend, list[np.ndarray]]:
     tokens = rounds(engine, name, 1)
     close(engine)
     return backend, tokens
-
-
-def flip(value: Any, place: int) -> bytes:
-    data = bytearray(value)
-    data[place % len(data)] ^= 1 << (place % 8)
-    return bytes(data)
 
 
 class Liar:
@@ -59,7 +54,7 @@ class Liar:
     def _lie(self, data: bytes) -> Any:
         place = int(self.rng.integers(len(data)))
         if self.kind == "flipped":
-            return flip(data, place)
+            return flipped(data, place, place % 8)
         if self.kind == "truncated":
             return data[:place]
         if self.kind == "swapped":

@@ -20,6 +20,7 @@ from kvjax.errors import TierDataError
 from kvjax.tiers.shared.config import SharedTierConfig
 from kvjax.tiers.shared.shared_store import SharedStore
 from kvjax.tiers.units import UnitKey
+from tests.damage import flipped
 from tests.tiers.shared.stores import KINDS, UNHURRIED, LyingBackend, config, memory_store, new_prefix, server
 
 __all__ = ["config", "server"]  # fixtures
@@ -146,14 +147,8 @@ def test_a_unit_that_the_store_has_dropped_is_a_miss(
     np.testing.assert_array_equal(read(store, 1), unit_of(1))
 
 
-def corrupt(value: bytes, place: int) -> bytes:
-    data = bytearray(value)
-    data[place] ^= 4
-    return bytes(data)
-
-
 LIES: dict[str, Callable[[str, Any], Any]] = {
-    **{f"bit {place}": lambda _, value, place=place: corrupt(value, place) for place in (0, 9, 20, 31, 40, 200, -1)},
+    **{f"bit {place}": lambda _, value, place=place: flipped(value, place) for place in (0, 9, 20, 31, 40, 200, -1)},
     **{f"first {n}": lambda _, value, n=n: bytes(value)[:n] for n in (0, 10, 32, 500, UNIT)},
     "longer": lambda _, value: bytes(value) + b"\0",
     "zeros": lambda _, value: bytes(len(bytes(value))),

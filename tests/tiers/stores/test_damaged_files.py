@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -10,49 +11,48 @@ import numpy as np
 import pytest
 
 from kvjax.errors import TierDataError
+from tests.damage import damaged
 from tests.tiers.stores.test_disk_store import key_of, make_store, read, unit_of
 
 NUM_UNITS = 12
+HEADER = 200  # bytes of a file that hold it
 
 
-def change(rng: np.random.Generator, folder: Path) -> None:
+def change(rng: random.Random, folder: Path) -> None:
     """One change of one file: its bytes, its length, its name, its kind, or that it is there."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "STORE.json"]
-    path = files[rng.integers(len(files))]
-    data = bytearray(path.read_bytes())
-    kind = rng.integers(9)
-    if kind < 3 and data:
-        place = int(rng.integers(min(len(data), 200) if kind else len(data)))  # most of them in the header
-        data[place] ^= int(rng.integers(1, 256))
-        path.write_bytes(data)
-    elif kind == 3:
-        path.write_bytes(data[: rng.integers(len(data) + 1)])
+    path = rng.choice(files)
+    data = path.read_bytes()
+    kind = rng.randrange(9)
+    if kind < 4:
+        end = rng.choice((HEADER, HEADER, len(data)))
+        path.write_bytes(damaged(data[:end], rng) + data[end:])
     elif kind == 4:
-        path.write_bytes(data + rng.bytes(50))
+        path.write_bytes(data + rng.randbytes(50))
     elif kind == 5:
-        os.replace(path, files[rng.integers(len(files))])
+        os.replace(path, rng.choice(files))
     elif kind == 6:
-        path.write_bytes(rng.bytes(int(rng.integers(5_000))))
+        path.write_bytes(rng.randbytes(rng.randrange(5_000)))
     elif kind == 7:
         path.unlink()
     elif path.name != ".lock":
         path.unlink()
         path.mkdir()
-        shutil.rmtree(path) if rng.integers(2) else None
+        shutil.rmtree(path) if rng.randrange(2) else None
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_changed_file_is_a_miss_or_what_was_written(seed: int, tmp_path: Path) -> None:
     """1,000 changes in all, of units, of the count and of the lock; each is followed by reads and writes of all."""
-    rng = np.random.default_rng(seed)
+    rng = random.Random(seed)
     store, num_misses = make_store(tmp_path, 60_000), 0
     for _ in range(250):
         for number in range(NUM_UNITS):
             store.put(key_of(number), unit_of(number))
         change(rng, tmp_path)
-        if rng.integers(4) == 0:
+        if rng.randrange(4) == 0:
             store.refresh()
-        if rng.integers(20) == 0:
+        if rng.randrange(20) == 0:
             store = make_store(tmp_path, 60_000)
         for number in range(NUM_UNITS):
             try:

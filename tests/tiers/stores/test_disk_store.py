@@ -23,6 +23,7 @@ from kvjax.tiers.stats import TierStats
 from kvjax.tiers.stores import disk_store, outage
 from kvjax.tiers.stores.disk_store import DiskStore, name_of
 from kvjax.tiers.units import UnitKey
+from tests.damage import flipped
 
 IDENTITY = {"layout": "a", "weights": "m"}
 UNIT = 4096
@@ -69,9 +70,7 @@ def test_a_flipped_bit_is_a_miss(tmp_path: Path, place: int) -> None:
     store = make_store(tmp_path)
     store.put(key_of(1), unit_of(1))
     path = unit_file(tmp_path, 1)
-    data = bytearray(path.read_bytes())
-    data[place] ^= 4
-    path.write_bytes(bytes(data))
+    path.write_bytes(flipped(path.read_bytes(), place))
     with pytest.raises(TierDataError, match=r"expected a unit|checksum"):
         read(store, 1)
     assert not store.has(key_of(1))

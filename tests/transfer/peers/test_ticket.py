@@ -17,6 +17,7 @@ from kvjax.device import Placement
 from kvjax.transfer import LayerHeader, PageWriter, SentHeader, Source, Ticket, TransferKey
 from kvjax.transfer.peers.content import content_code
 from kvjax.transfer.peers.ticket import CODE_BYTES, MAGIC
+from tests.damage import damaged
 from tests.transfer.peers.one_offer import one_offer
 from tests.transfer.worlds import config_of, specs
 
@@ -67,21 +68,12 @@ def test_mutated_bytes_are_refused(num_cases: int) -> None:
     rng = random.Random(0)
     data = a_ticket().to_bytes(KEY)
     for _ in range(num_cases):
-        mutant = bytearray(data)
+        mutant = data
         for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(max(1, len(mutant)))
-            edit = rng.choice(("flip", "cut", "insert", "end"))
-            if edit == "flip" and mutant:
-                mutant[at] ^= 1 << rng.randrange(8)
-            elif edit == "cut":
-                del mutant[at : at + rng.randint(1, 9)]
-            elif edit == "insert":
-                mutant[at:at] = rng.randbytes(rng.randint(1, 9))
-            else:
-                del mutant[max(at, 1) :]
-        if bytes(mutant) != data:
+            mutant = damaged(mutant, rng)
+        if mutant != data:
             with pytest.raises(ValueError, match="expected a ticket"):
-                Ticket.from_bytes(bytes(mutant), KEY)
+                Ticket.from_bytes(mutant, KEY)
 
 
 WRONG: tuple[Any, ...] = (
@@ -142,7 +134,7 @@ def test_wrong_fields_of_a_peer_that_has_the_key_raise_no_other_error(num_cases:
 
 def test_bytes_behind_the_fields_are_refused() -> None:
     data = a_ticket().to_bytes(KEY)[BEGIN:] + b"\x00"
-    with pytest.raises(ValueError, match="expected the end of a ticket behind its fields, got more bytes"):
+    with pytest.raises(ValueError, match="expected fields of a ticket, got other bytes: expected one CBOR item"):
         Ticket.from_bytes(MAGIC + KEY.sign("ticket", data) + data, KEY)
 
 
