@@ -17,6 +17,7 @@ from kvjax.engine.step.config import EngineConfig
 
 if TYPE_CHECKING:
     from kvjax.engine.front.async_llm_engine import AsyncEngineStats, AsyncLLMEngine, RequestOutput
+    from kvjax.engine.front.async_process_front import AsyncProcessFront
     from kvjax.engine.front.llm_engine import LLMEngine
     from kvjax.engine.front.process_front import ProcessFront
     from kvjax.engine.requests.outputs import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "AsyncEngineStats": "front.async_llm_engine",
     "AsyncLLMEngine": "front.async_llm_engine",
+    "AsyncProcessFront": "front.async_process_front",
     "RequestOutput": "front.async_llm_engine",
     "FinishReason": "requests.outputs",
     "GenerationResult": "requests.outputs",
@@ -50,6 +52,7 @@ _HOME_OF = {
 __all__ = [
     "AsyncEngineStats",
     "AsyncLLMEngine",
+    "AsyncProcessFront",
     "EngineConfig",
     "FinishReason",
     "GenerationResult",

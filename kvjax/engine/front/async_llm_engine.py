@@ -34,6 +34,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvjax.core.requests.token_ids import as_token_ids
+from kvjax.device.mesh.processes import spans_processes
 from kvjax.engine.front.async_admission import Admission
 from kvjax.engine.front.async_mailbox import Mailbox, RequestOutput
 from kvjax.engine.front.llm_engine import LLMEngine
@@ -76,8 +77,10 @@ class AsyncLLMEngine:
             max_requests: samples that may be in the engine, waiting or running; None: 16 times its `max_num_seqs`.
 
         Raises:
-            ValueError: the engine has requests, or `max_requests` is below 1.
+            ValueError: the engine has requests or runs in several processes, or `max_requests` is below 1.
         """
+        if spans_processes(engine._runner.placement.mesh):
+            raise ValueError("expected an engine of one process, got one of several; use AsyncProcessFront")
         if engine.num_unfinished:
             raise ValueError(f"expected an engine without requests, got {engine.num_unfinished} unfinished")
         max_requests = 16 * engine.config.max_num_seqs if max_requests is None else max_requests

@@ -17,7 +17,7 @@ from kvjax.engine.requests.outputs import GenerationResult, TokenOutput, TopLogp
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """New tokens of one sample of a prompt, at least one."""
+    """New tokens of one sample of a prompt: at least one, but for a sample that another aborted."""
 
     request_id: str
     sample: int  # of the prompt, 0 where it has but one
@@ -57,9 +57,7 @@ class Mailbox:
 
     def put(self, sample: int, output: TokenOutput) -> None:
         """Adds a token to what is unread."""
-        unread = self._unread.get(sample)
-        if unread is None:
-            unread = self._unread[sample] = _Unread()
+        unread = self._unread.setdefault(sample, _Unread())
         unread.token_ids.append(output.token_id)
         unread.logprobs.append(output.logprob)
         if output.text is not None:
@@ -68,6 +66,11 @@ class Mailbox:
             unread.top_logprobs.append(output.top_logprobs)
         unread.result = output.result
         self.num_unfinished -= output.result is not None
+
+    def end(self, sample: int, result: GenerationResult) -> None:
+        """A sample ended without another token."""
+        self._unread.setdefault(sample, _Unread()).result = result
+        self.num_unfinished -= 1
 
     def fail(self, error: BaseException) -> None:
         """The reader gets this once it has read what there is."""

@@ -35,7 +35,7 @@ from kvjax.engine.front.given_prompts import encoded
 from kvjax.engine.front.llm_engine import LLMEngine
 from kvjax.engine.front.owed_journal import Journal, OwedJournal, newest, read_journal
 from kvjax.engine.requests.engine_request import sample_ids
-from kvjax.engine.requests.outputs import GenerationResult, StepOutputs
+from kvjax.engine.requests.outputs import GenerationResult, StepOutputs, TokenOutput
 from kvjax.engine.requests.owed_request import OwedRequest
 from kvjax.engine.requests.sampling_params import MAX_SEED, SamplingParams
 from kvjax.errors import EngineClosedError, UnknownRequestError
@@ -89,6 +89,7 @@ class ProcessFront:
         self._is_closed = False
         self._num_submitted = 0
         self._results: dict[str, Future[GenerationResult]] = {}
+        self._readers: dict[str, Callable[[TokenOutput], None]] = {}
         self._turn = 0
         self._answered: list[str] = []  # not in the journal: process 0 has perhaps not come so far
         self._has_answered = False  # since the last turn, which the others learn by the next
@@ -110,8 +111,11 @@ class ProcessFront:
         lora_name: str | None = None,
         priority: int = 0,
         checkpoints: Sequence[int] = (),
+        on_output: Callable[[TokenOutput], None] | None = None,
     ) -> list[Future[GenerationResult]]:
         """Accepts a prompt; the result of each sample to be. Arguments as of `LLMEngine.add_request`.
+
+        `on_output` gets every token on the thread of `serve`, which ends if it raises.
 
         Futures have ValueError where the engine refuses the request, and EngineClosedError where the front ends before.
 
@@ -150,6 +154,8 @@ class ProcessFront:
             self._added += requests
             futures: list[Future[GenerationResult]] = [Future() for _ in requests]
             self._results |= dict(zip(names, futures, strict=True))
+            if on_output is not None:
+                self._readers |= dict.fromkeys(names, on_output)
             self._changed.notify()
         return futures
 
@@ -259,6 +265,7 @@ class ProcessFront:
             self.engine.take_up(owed)
         except ValueError as error:  # the caller's mistake, in all processes alike
             future = self._results.pop(owed.request_id, None)
+            self._readers.pop(owed.request_id, None)
             if future is not None:
                 future.set_exception(error)
             self._answered.append(owed.request_id)
@@ -271,6 +278,10 @@ class ProcessFront:
 
     def _deliver(self, outputs: StepOutputs) -> None:
         self._journal.note(outputs)
+        if self._readers:
+            for output in outputs:
+                if output.request_id in self._readers:
+                    self._readers[output.request_id](output)
         for result in outputs.results.values():
             self._answer(result)
         if self._index == 0:
@@ -282,6 +293,7 @@ class ProcessFront:
             self._on_result(result)
         with self._changed:
             future = self._results.pop(result.request_id, None)
+            self._readers.pop(result.request_id, None)
         if future is not None:
             future.set_result(result)
         self._answered.append(result.request_id)

@@ -97,3 +97,12 @@ def test_all_tokens_are_those_of_an_undisturbed_run(
     point: str, tmp_path: Path, undisturbed: dict[str, list[int]]
 ) -> None:
     assert check_loss(point, tmp_path) == undisturbed
+
+
+@pytest.mark.sweep
+def test_tasks_of_one_process_read_what_both_compute(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.engine.mesh.async_front_program", str(tmp_path)]
+    command = [sys.executable, "-m", "kvjax", "launch", "-n", "2", "--cpu-devices", "1", "--restarts", "0", "--"]
+    done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[0] all read\n" in done.stdout
