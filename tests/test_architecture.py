@@ -92,6 +92,7 @@ ALLOWED = {
         "kvjax.tiers",
     ),
     "kvjax.bench": ("numpy", "kvjax.bench", "kvjax.engine", "kvjax.text"),
+    "kvjax.bench.floor": ("jax", "flax", "kvjax.bench", "kvjax.core"),
     "kvjax.bench.hugging_face": ("kvjax.errors", "kvjax.extras"),
     "kvjax.cli": ("numpy", "tqdm", "matplotlib", "kvjax"),
     "kvjax.cli.commands.check": ("jax", "kvjax.cli", "pallas_kernels"),

@@ -1,4 +1,4 @@
-"""Hugging Face `generate` as a baseline: greedy, a static batch, in a process of its own.
+"""Hugging Face `generate` as a baseline: greedy, a fixed batch, in a process of its own.
 
 Flow:    prompts -> [HuggingFaceProcess] -> `python -m kvjax.bench.hugging_face FOLDER` -> HuggingFaceRun
 Source:  transformers' GenerationMixin.generate
@@ -41,9 +41,18 @@ class HuggingFaceProcess:
     """A model of Hugging Face in a process that waits for prompts. Owned by one thread; close it, or use `with`."""
 
     def __init__(
-        self, folder: str | Path, *, python: str = sys.executable, dtype: str = "float32", num_threads: int = 1
+        self,
+        folder: str | Path,
+        *,
+        python: str = sys.executable,
+        dtype: str = "float32",
+        num_threads: int = 1,
+        compiled: bool = False,
     ) -> None:
         """Starts `python` and loads the model in `folder` in `dtype`, computing on `num_threads` threads.
+
+        `compiled`: `forward` by torch.compile over a static cache, else as `generate` is by default. Its first call of
+        each shape compiles for a minute.
 
         Raises:
             MissingExtraError: that interpreter lacks torch or transformers.
@@ -52,7 +61,7 @@ class HuggingFaceProcess:
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(num_threads)}
-        command = [python, "-m", __name__, str(folder), dtype, str(num_threads)]
+        command = [python, "-m", __name__, str(folder), dtype, str(num_threads), *["compiled"][: int(compiled)]]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -111,7 +120,7 @@ class HuggingFaceProcess:
 class _Generator:
     """The other side: the model itself."""
 
-    def __init__(self, folder: str, dtype: str, num_threads: int) -> None:
+    def __init__(self, folder: str, dtype: str, num_threads: int, *, compiled: bool) -> None:
         self._torch = require_extra("torch", _EXTRA, _PURPOSE)
         transformers = require_extra("transformers", _EXTRA, _PURPOSE)
         transformers.utils.logging.set_verbosity_error()
@@ -119,7 +128,10 @@ class _Generator:
         self._torch.set_num_threads(num_threads)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(self._torch, dtype))
         self._model = model.eval()
-        self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+        if compiled:
+            self._model.forward = self._torch.compile(self._model.forward)
+        cache = {"cache_implementation": "static"} if compiled else {}
+        self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, **cache)
         self.versions = {"torch": self._torch.__version__, "transformers": transformers.__version__}
 
     def run(self, prompts: list[list[int]], num_new_tokens: int) -> HuggingFaceRun:
@@ -135,10 +147,10 @@ class _Generator:
         return HuggingFaceRun(cpu, wall, out[:, longest:].tolist())
 
 
-def _serve(folder: str, dtype: str, num_threads: str) -> None:
+def _serve(folder: str, dtype: str, num_threads: str, *how: str) -> None:
     """Answers requests until stdin ends."""
     try:
-        generator = _Generator(folder, dtype, int(num_threads))
+        generator = _Generator(folder, dtype, int(num_threads), compiled="compiled" in how)
     except MissingExtraError as error:
         print(json.dumps({"missing": str(error)}), flush=True)
         return

@@ -14,6 +14,7 @@ from kvjax.bench.step_parts import PARTS
 from kvjax.bench.workload import Workload
 from kvjax.text import align_table, count_of
 
+PHASES = ("prefill", "decode", "total")
 PART_WORDS = {"wait": "wait for the device", "update": "read and update"}
 
 
@@ -29,13 +30,14 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Everything that one command measured. `runs` and `baseline` have a run each; no baseline: there was none."""
+    """Everything that one command measured. `runs` and each baseline have a run each; no baseline: there was none."""
 
     workload: Workload
     warmup: WarmUp
     runs: Sequence[EngineRun]
-    baseline: Sequence[Speeds] = ()
+    baselines: Mapping[str, Sequence[Speeds]] = field(default_factory=dict)  # of Hugging Face, by how it ran
     versions: Mapping[str, str] = field(default_factory=dict)  # of torch and transformers
+    floor: Speeds | None = None  # the machine's; None: not known for the model
 
     @property
     def median_run(self) -> EngineRun:
@@ -49,16 +51,13 @@ class BenchResult:
         return median_speeds([run.speeds for run in self.runs])
 
     @property
-    def baseline_speeds(self) -> Speeds | None:
-        """Hugging Face's median speeds; None: it was not run."""
-        return median_speeds(self.baseline) if self.baseline else None
+    def baseline_speeds(self) -> dict[str, Speeds]:
+        """The median speeds of each baseline."""
+        return {name: median_speeds(runs) for name, runs in self.baselines.items() if runs}
 
-    @property
-    def num_equal_rows(self) -> int | None:
-        """Prompts for which both gave the same tokens; None without a baseline."""
-        if not self.baseline:
-            return None
-        return sum(mine == theirs for mine, theirs in zip(self.speeds.tokens, self.baseline[-1].tokens, strict=True))
+    def num_equal_rows(self, other: Speeds) -> int:
+        """Prompts for which the engine and a baseline gave the same tokens."""
+        return sum(mine == theirs for mine, theirs in zip(self.speeds.tokens, other.tokens, strict=True))
 
 
 def bench_text(result: BenchResult) -> str:
@@ -72,7 +71,6 @@ def bench_text(result: BenchResult) -> str:
 def bench_json(result: BenchResult) -> dict[str, Any]:
     """The same for a program, every run included: tokens, seconds, microseconds, blocks."""
     workload, run = result.workload, result.median_run
-    baseline = result.baseline_speeds
     return {
         "workload": {
             "batch": len(workload.prompts),
@@ -88,12 +86,11 @@ def bench_json(result: BenchResult) -> dict[str, Any]:
         | {"queried_tokens": run.queried_tokens, "hit_tokens": run.hit_tokens, "hit_rate": _hit_rate(run)},
         "speculation": {"draft_tokens": run.num_draft_tokens, "accepted_tokens": run.num_accepted_tokens},
         "pools": [asdict(peak) for peak in run.pool_peaks],
-        "hugging_face": None
-        if baseline is None
-        else {
-            "versions": dict(result.versions),
-            "speeds": _speeds_json(baseline),
-            "equal_rows": result.num_equal_rows,
+        "floor": None if result.floor is None else _speeds_json(result.floor),
+        "hugging_face": {
+            name: {"versions": dict(result.versions), "speeds": _speeds_json(speeds)}
+            | {"equal_rows": result.num_equal_rows(speeds)}
+            for name, speeds in result.baseline_speeds.items()
         },
         "runs": [
             {
@@ -113,22 +110,24 @@ def _warmup(warmup: WarmUp) -> str:
 
 
 def _speeds(result: BenchResult) -> str:
-    own, baseline = result.speeds, result.baseline_speeds
-    header = ["tokens of", "number", "seconds", "tokens/s", "CPU s", "tokens/CPU s"]
-    rows = [[name, *_speed_cells(getattr(own, name))] for name in ("prefill", "decode", "total")]
-    if baseline is None:
-        return align_table(header, rows, left={0})
-    header += ["HF tokens/s", "HF tokens/CPU s", "times HF", "per CPU s"]
-    for row, name in zip(rows, ("prefill", "decode", "total"), strict=True):
-        mine, theirs = getattr(own, name), getattr(baseline, name)
-        row += [f"{theirs.tokens_per_s:,.0f}", f"{theirs.tokens_per_cpu_s:,.0f}"]
-        row += [_times(mine.tokens_per_s, theirs.tokens_per_s), _times(mine.tokens_per_cpu_s, theirs.tokens_per_cpu_s)]
+    own, baselines = result.speeds, result.baseline_speeds
+    first, *others = PHASES
+    header = ["", f"tokens/s: {first}", *others, f"by CPU s: {first}", *others]
+    rows = [["kvjax", *_rates(own)]]
+    for name, speeds in baselines.items():
+        rows += [[name, *_rates(speeds)], ["  kvjax / it", *_ratios(own, speeds)]]
+    counts = ", ".join(f"{getattr(own, name).tokens:,} of {name}" for name in PHASES)
+    notes = [f"(tokens: {counts}; prefill counts prompt tokens, decode new ones, total both)"]
+    if result.floor is not None:
+        rows += [["floor", *_rates(result.floor)], ["  kvjax / it", *_ratios(own, result.floor)]]
+        notes.append("(floor: weights and caches read once a step, or tokens times weights, at this machine's best)")
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    return (
-        f"{align_table(header, rows, left={0})}\n"
-        f"(HF: Hugging Face generate, {versions}; the same tokens for {result.num_equal_rows} of "
+    notes += [
+        f"({name}: {versions}; the same tokens for {result.num_equal_rows(speeds)} of "
         f"{count_of(len(own.tokens), 'prompt')})"
-    )
+        for name, speeds in baselines.items()
+    ]
+    return "\n".join([align_table(header, rows, left={0}), *notes])
 
 
 def _speculation(run: EngineRun) -> str:
@@ -140,13 +139,16 @@ def _speculation(run: EngineRun) -> str:
     )
 
 
-def _speed_cells(speed: Speed) -> list[str]:
-    return [
-        f"{speed.tokens:,}",
-        f"{speed.wall_s:,.3f}",
-        f"{speed.tokens_per_s:,.0f}",
-        f"{speed.cpu_s:,.3f}",
-        f"{speed.tokens_per_cpu_s:,.0f}",
+def _rates(speeds: Speeds) -> list[str]:
+    """Tokens a second by the clock, then of CPU time, of each phase."""
+    phases = [getattr(speeds, name) for name in PHASES]
+    return [f"{rate:,.0f}" for rate in [one.tokens_per_s for one in phases] + [one.tokens_per_cpu_s for one in phases]]
+
+
+def _ratios(own: Speeds, other: Speeds) -> list[str]:
+    pairs = [(getattr(own, name), getattr(other, name)) for name in PHASES]
+    return [_times(mine.tokens_per_s, theirs.tokens_per_s) for mine, theirs in pairs] + [
+        _times(mine.tokens_per_cpu_s, theirs.tokens_per_cpu_s) for mine, theirs in pairs
     ]
 
 
@@ -193,4 +195,4 @@ def _speed_json(speed: Speed) -> dict[str, float]:
 
 
 def _speeds_json(speeds: Speeds) -> dict[str, Any]:
-    return {name: _speed_json(getattr(speeds, name)) for name in ("prefill", "decode", "total")}
+    return {name: _speed_json(getattr(speeds, name)) for name in PHASES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,21 +84,26 @@ def test_reports_say_what_was_measured() -> None:
     alone = BenchResult(WORKLOAD, WARM_UP, [run])
     text = bench_text(alone)
     assert "Warm-up: 2 step shapes in 1.5 s, 5 programs, 3 of them from the compilation cache." in text
-    assert "HF" not in text
-    assert all(len(line) <= 120 for line in text.splitlines())
-    assert bench_json(alone)["hugging_face"] is None
+    assert "Hugging Face" not in text
+    assert "floor" not in text
+    assert (bench_json(alone)["hugging_face"], bench_json(alone)["floor"]) == ({}, None)
     half = Speeds(
         *(Speed(one.tokens, 2 * one.wall_s, 4 * one.cpu_s) for one in (run.speeds.prefill, run.speeds.decode)),
         Speed(run.speeds.total.tokens, 2 * run.speeds.total.wall_s, 4 * run.speeds.total.cpu_s),
         [*run.speeds.tokens[:-1], [0] * NEW],
     )
-    both = BenchResult(WORKLOAD, WARM_UP, [run], [half], {"torch": "2", "transformers": "5"})
+    floor = replace(half, tokens=[])
+    both = BenchResult(WORKLOAD, WARM_UP, [run], {"HF": [half]}, {"torch": "2", "transformers": "5"}, floor)
     lines = bench_text(both).splitlines()
-    assert "(HF: Hugging Face generate, torch 2, transformers 5; the same tokens for 3 of 4 prompts)" in lines
-    for name in ("prefill", "decode", "total"):
-        (line,) = [line for line in lines if line.startswith(name)]
-        assert line.split()[-2:] == ["2.00", "4.00"]
+    assert all(len(line) <= 120 for line in lines)
+    assert "(HF: torch 2, transformers 5; the same tokens for 3 of 4 prompts)" in lines
+    ratios = [line.split()[-6:] for line in lines if line.startswith("  kvjax / it")]
+    assert ratios == [["2.00"] * 3 + ["4.00"] * 3] * 2
+    (own,) = [line.split()[1:] for line in lines if line.startswith("kvjax ")]
+    assert own[0] == f"{run.speeds.prefill.tokens_per_s:,.0f}"
+    assert own[4] == f"{run.speeds.decode.tokens_per_cpu_s:,.0f}"
     data = bench_json(both)
-    assert data["hugging_face"]["equal_rows"] == 3
+    assert data["hugging_face"]["HF"]["equal_rows"] == 3
+    assert data["floor"]["decode"]["wall_s"] == 2 * run.speeds.decode.wall_s
     assert data["sharing"]["hit_rate"] == run.hit_tokens / run.queried_tokens
     assert data["speeds"]["decode"]["tokens"] == run.speeds.decode.tokens

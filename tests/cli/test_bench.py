@@ -31,7 +31,8 @@ SMALL = [
 def test_figures_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Next to a fake of Hugging Face; once more, when every program comes from the compilation cache."""
     path, model = tmp_path / "out.json", str(model_folder("qwen3"))
-    argv = ["bench", "--model", model, *SMALL, "--hf-python", interpreter(tmp_path, ANSWERS), "--json", str(path)]
+    argv = ["bench", "--model", model, *SMALL, "--hf-python", interpreter(tmp_path, ANSWERS)]
+    argv += ["--hf-compiled", "--json", str(path)]
     assert main(argv) == 0
     captured, data = capsys.readouterr(), json.loads(path.read_text())
     assert captured.err == ""
@@ -39,7 +40,10 @@ def test_figures_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert (
         "2 requests of 24 prompt and 4 new tokens; steps of at most 32 tokens, one at a time, 1 device" in captured.out
     )
-    assert "(HF: Hugging Face generate, torch 0, transformers 0; the same tokens for 0 of 2 prompts)" in captured.out
+    for name in ("Hugging Face generate", "HF compiled, static cache"):
+        assert f"({name}: torch 0, transformers 0; the same tokens for 0 of 2 prompts)" in captured.out
+        assert data["hugging_face"][name]["equal_rows"] == 0
+    assert data["floor"]["decode"]["tokens_per_s"] > 0
     assert data["config"]["max_num_seqs"] == 2
     assert len(data["runs"]) == data["workload"]["num_runs"] == 2
     for run in (data, *data["runs"]):

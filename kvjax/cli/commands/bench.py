@@ -14,11 +14,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvjax.bench.floor import MachineRates, MatrixSizes, floor_speeds
 from kvjax.bench.hugging_face import HuggingFaceProcess
 from kvjax.bench.measure import EngineRun, Speeds, measure_engine, measure_hugging_face
 from kvjax.bench.report import BenchResult, WarmUp, bench_json, bench_text
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from kvjax.models import LoadedModel
 
 MAX_BUCKETS = 5
+PLAIN, COMPILED = "Hugging Face generate", "HF compiled, static cache"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_start_arguments(how)
     other = parser.add_argument_group("Hugging Face")
     other.add_argument("--no-hugging-face", action="store_true", help="measure the engine alone")
+    other.add_argument(
+        "--hf-compiled", action="store_true", help="also with torch.compile over a static cache; compiles for minutes"
+    )
     other.add_argument(
         "--hf-python", metavar="PYTHON", help="interpreter with torch and transformers (default: this one, if it has)"
     )
@@ -96,16 +103,17 @@ def run(args: argparse.Namespace) -> int:
     engine = LLMEngine(model, _engine_config(args, model, speculative), mesh=mesh, draft_model=draft_model)
     engine.check_request(workload.prompts[0], SamplingParams(max_tokens=args.new_tokens))
     with ExitStack() as stack:
-        baseline = _baseline(args, folder, model.config.dtype, stack)
-        print("\n".join(_about(args, engine, baseline)), flush=True)
+        baselines = _baselines(args, folder, model.config.dtype, stack)
+        print("\n".join(_about(args, engine, baselines)), flush=True)
         warmup = _warm_up(engine)
-        runs, others = _measure(args, engine, workload, baseline)
-        versions = {} if baseline is None else baseline.versions
+        floor = _floor(engine, workload)
+        runs, others = _measure(args, engine, workload, baselines)
+        versions = next((process.versions for process in baselines.values()), {})
     if len(runs) < args.runs:
         print(f"interrupted after {len(runs)} of {args.runs} runs")
         if not runs:
             return INTERRUPTED
-    result = BenchResult(workload, warmup, runs, others, versions)
+    result = BenchResult(workload, warmup, runs, others, versions, floor)
     print(bench_text(result))
     if args.json is not None:
         settings = {"model": "demo" if args.model is None else str(args.model), "weights": model.config.dtype}
@@ -154,15 +162,31 @@ def _engine_config(args: argparse.Namespace, model: LoadedModel, speculative: Sp
     )
 
 
-def _baseline(args: argparse.Namespace, folder: Path, dtype: str, stack: ExitStack) -> HuggingFaceProcess | None:
-    """Hugging Face with the same weights; None where it is not wanted, or not installed and not asked for."""
+def _baselines(args: argparse.Namespace, folder: Path, dtype: str, stack: ExitStack) -> dict[str, HuggingFaceProcess]:
+    """Hugging Face with the same weights, by how it runs; none where not wanted, or not installed and not asked for."""
     if args.no_hugging_face:
-        return None
+        return {}
     if args.hf_python is None and not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        return {}
+    start = partial(
+        HuggingFaceProcess,
+        folder,
+        python=args.hf_python or sys.executable,
+        dtype=dtype,
+        num_threads=args.hf_threads or _num_cores(),
+    )
+    names = {PLAIN: False, COMPILED: True} if args.hf_compiled else {PLAIN: False}
+    return {name: stack.enter_context(start(compiled=compiled)) for name, compiled in names.items()}
+
+
+def _floor(engine: LLMEngine, workload: Workload) -> Speeds | None:
+    """The machine's floor for the model's matrices; None where not every token passes all of them."""
+    sizes = MatrixSizes.of(engine.model.module)
+    if sizes is None:
         return None
-    threads = args.hf_threads or _num_cores()
-    process = HuggingFaceProcess(folder, python=args.hf_python or sys.executable, dtype=dtype, num_threads=threads)
-    return stack.enter_context(process)
+    rates = MachineRates.measure(engine.model.config.dtype)
+    specs = engine.model.config.kv_cache_specs(engine.config.block_size).values()
+    return floor_speeds(workload, sizes, specs, rates, engine.config.max_num_batched_tokens)
 
 
 def _num_cores() -> int:
@@ -172,7 +196,7 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _about(args: argparse.Namespace, engine: LLMEngine, baseline: HuggingFaceProcess | None) -> list[str]:
+def _about(args: argparse.Namespace, engine: LLMEngine, baselines: Mapping[str, HuggingFaceProcess]) -> list[str]:
     model, config = engine.model.config, engine.config
     name = "the demo model" if args.model is None else str(args.model)
     lines = [
@@ -184,7 +208,7 @@ def _about(args: argparse.Namespace, engine: LLMEngine, baseline: HuggingFacePro
     if config.speculative is not None:
         how = "by prompt lookup" if args.draft_model is None else f"by {args.draft_model}"
         lines.append(f"Drafts  at most {config.num_drafts} a request and step, {how}")
-    if baseline is None and not args.no_hugging_face:
+    if not baselines and not args.no_hugging_face:
         lines.append("HF      not compared: torch and transformers are not installed here (see --hf-python)")
     return lines
 
@@ -199,19 +223,20 @@ def _warm_up(engine: LLMEngine) -> WarmUp:
 
 
 def _measure(
-    args: argparse.Namespace, engine: LLMEngine, workload: Workload, baseline: HuggingFaceProcess | None
-) -> tuple[list[EngineRun], list[Speeds]]:
-    """The runs of both, in turns; a first run of each is not counted."""
+    args: argparse.Namespace, engine: LLMEngine, workload: Workload, baselines: Mapping[str, HuggingFaceProcess]
+) -> tuple[list[EngineRun], dict[str, list[Speeds]]]:
+    """The runs of all, in turns; a first run of each is not counted."""
     runs: list[EngineRun] = []
-    others: list[Speeds] = []
+    others: dict[str, list[Speeds]] = {name: [] for name in baselines}
     with interruptible() as should_stop, progress("Measuring", args.runs + 1, "run") as advance:
         for number in range(args.runs + 1):
             mine = measure_engine(engine, workload)
-            theirs = None if baseline is None else measure_hugging_face(baseline, workload)
+            theirs = {name: measure_hugging_face(process, workload) for name, process in baselines.items()}
             if should_stop():
                 break
             if number:
                 runs.append(mine)
-                others += [] if theirs is None else [theirs]
+                for name, speeds in theirs.items():
+                    others[name].append(speeds)
             advance(1)
     return runs, others
