@@ -2,7 +2,7 @@
 
 Flow:    scripts/goldens/config_forms.py -> [make_config_forms] -> tests/models/config_forms.json
 
-    pip install 'kvjax[oracle]' && python scripts/make_config_forms.py
+    pip install 'kvjax[oracle]' && python scripts/make_config_forms.py [ARCHITECTURE ...]
 
 By architecture:
 
@@ -14,6 +14,7 @@ By architecture:
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -68,7 +69,8 @@ def is_tied(data: Data) -> bool | None:
     make = transformers.AutoModel.from_config
 
     def make_text(config: Any, *arguments: Any) -> torch.nn.Module:
-        return make(config, *arguments) if "text" in config.model_type else torch.nn.Identity()
+        is_text = "text" in config.model_type or config.model_type == "mistral"
+        return make(config, *arguments) if is_text else torch.nn.Identity()
 
     try:
         config = read_config(data)
@@ -94,15 +96,20 @@ def entry_of(architecture: str) -> Data:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help="others stay as they are")
+    chosen = parser.parse_args().architectures or ARCHITECTURES
     transformers.logging.set_verbosity(100)
     warnings.simplefilter("ignore")
-    found = {architecture: entry_of(architecture) for architecture in ARCHITECTURES}
+    known = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+    made = {architecture: entry_of(architecture) for architecture in chosen}
+    found = {name: entry for name in ARCHITECTURES if (entry := made.get(name) or known.get(name)) is not None}
     lines = (
         f"{json.dumps(name)}: {json.dumps(entry, sort_keys=True, separators=(',', ':'))}"
         for name, entry in found.items()
     )
     OUT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    for name, entry in found.items():
+    for name, entry in made.items():
         refused = entry["differences"].count(None)
         print(f"{name}: {len(entry['differences'])} forms, {refused} refused, {entry.get('tied', [])}")
 

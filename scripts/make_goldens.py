@@ -30,6 +30,7 @@ from scripts.goldens import (
     families_dense,
     families_experts,
     families_inputs,
+    families_parts,
     families_recurrent,
     families_sharing,
 )
@@ -45,6 +46,7 @@ MODULES = (
     families_recurrent,
     families_deepseek_v4,
     families_inputs,
+    families_parts,
 )
 MAX_SEEDS = 300
 PREFIX_PROMPT = 3  # the prompt that is the shared prefix and nothing else

@@ -60,7 +60,9 @@ class ModelConfig(abc.ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
     key_aliases: ClassVar[Mapping[str, str]] = {}  # names of keys in files, with those read here
     outer_keys: ClassVar[tuple[str, ...]] = ()  # read beside those of `text_config`
-    is_tied_within: ClassVar[bool] = False  # `tie_word_embeddings` of `text_config` decides, not the outer one
+    outer_ignored_keys: ClassVar[frozenset[str]] = frozenset()  # beside `text_config`, which change nothing here
+    # Whose `tie_word_embeddings` decides: that "outer" of `text_config`, that "text", "either", "outer or text".
+    tied_by: ClassVar[str] = "outer"
     counts_scaling: ClassVar[bool] = False  # `max_position_embeddings` is the length that rotary scalings make
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
 
@@ -169,6 +171,11 @@ class ModelConfig(abc.ABC):
             f"expected a model whose layers all have full attention, got {self.architecture}: a window of "
             f"{window.size} tokens cannot stand in its place"
         )
+
+    @classmethod
+    def of_file(cls, data: Mapping[str, Any]) -> tuple[type[ModelConfig], Mapping[str, Any]]:
+        """The class of a file of this architecture, and what it is to read: mostly itself, and the file as it is."""
+        return cls, data
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], *, where: str = "config") -> ModelConfig:

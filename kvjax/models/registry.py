@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 class Family:
     """Where the two classes of an architecture are."""
 
-    module: str  # in `configs`, and in `decoders`
+    module: str  # in `configs`, and in `decoders` unless the decoder names another one
     config: str
-    decoder: str
+    decoder: str  # its class, or "module.class"
     has_text_config: bool = False  # the language model's keys stand in `text_config`
 
 
 _FAMILIES: dict[str, Family] = {
+    "Cohere2ForCausalLM": Family("parts.cohere", "Cohere2Config", "parts.CohereDecoder"),
+    "CohereForCausalLM": Family("parts.cohere", "CohereConfig", "parts.CohereDecoder"),
     "DeepseekV2ForCausalLM": Family("deepseek", "DeepseekV2Config", "DeepseekDecoder"),
     "DeepseekV3ForCausalLM": Family("deepseek", "DeepseekV3Config", "DeepseekDecoder"),
     "DeepseekV4ForCausalLM": Family("deepseek_v4", "DeepseekV4Config", "DeepseekV4Decoder"),
@@ -44,18 +46,32 @@ _FAMILIES: dict[str, Family] = {
     "Gemma3nForConditionalGeneration": Family("gemma3n", "Gemma3nConfig", "Gemma3nDecoder", has_text_config=True),
     "Gemma4ForCausalLM": Family("gemma4", "Gemma4Config", "Gemma4Decoder"),
     "Gemma4ForConditionalGeneration": Family("gemma4", "Gemma4Config", "Gemma4Decoder", has_text_config=True),
+    "GemmaForCausalLM": Family("parts.llamas", "GemmaConfig", "llama.LlamaDecoder"),
+    "Glm4ForCausalLM": Family("parts.glm", "Glm4Config", "parts.Glm4Decoder"),
+    "Glm4MoeForCausalLM": Family("parts.glm", "Glm4MoeConfig", "parts.Glm4MoeDecoder"),
     "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssDecoder"),
+    "GraniteForCausalLM": Family("parts.llamas", "GraniteConfig", "llama.LlamaDecoder"),
     "GraniteMoeHybridForCausalLM": Family("granite_moe_hybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridDecoder"),
     "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),
     "KimiLinearForCausalLM": Family("kimi_linear", "KimiLinearConfig", "KimiLinearDecoder"),
     "Llama4ForCausalLM": Family("llama4", "Llama4Config", "Llama4Decoder"),
     "Llama4ForConditionalGeneration": Family("llama4", "Llama4Config", "Llama4Decoder", has_text_config=True),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaDecoder"),
+    "MiniMaxM2ForCausalLM": Family("parts.minimax_m2", "MiniMaxM2Config", "parts.MiniMaxM2Decoder"),
+    "Ministral3ForCausalLM": Family("parts.mistral3", "Ministral3Config", "llama.LlamaDecoder"),
+    "Mistral3ForConditionalGeneration": Family(
+        "parts.mistral3", "Mistral3Config", "llama.LlamaDecoder", has_text_config=True
+    ),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaDecoder"),
     "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),
     "NemotronHForCausalLM": Family("nemotron_h", "NemotronHConfig", "NemotronHDecoder"),
+    "Olmo2ForCausalLM": Family("parts.olmo", "Olmo2Config", "parts.OlmoDecoder"),
+    "Olmo3ForCausalLM": Family("parts.olmo", "Olmo3Config", "parts.OlmoDecoder"),
     "Phi3ForCausalLM": Family("llama", "Phi3Config", "Phi3Decoder"),
     "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        "parts.qwen2_5_vl", "Qwen2_5VLConfig", "qwen3_vl.Qwen2_5VLDecoder", has_text_config=True
+    ),
     "Qwen3ForCausalLM": Family("qwen3", "Qwen3Config", "Qwen3Decoder"),
     "Qwen3MoeForCausalLM": Family("qwen3", "Qwen3MoeConfig", "Qwen3MoeDecoder"),
     "Qwen3NextForCausalLM": Family("qwen3_next", "Qwen3NextConfig", "Qwen3NextDecoder"),
@@ -69,6 +85,7 @@ _FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": Family(
         "qwen3_next", "Qwen3_5MoeConfig", "Qwen3_5Decoder", has_text_config=True
     ),
+    "SmolLM3ForCausalLM": Family("parts.llamas", "SmolLM3Config", "llama.LlamaDecoder"),
     "WhisperForConditionalGeneration": Family("whisper", "WhisperConfig", "WhisperDecoder"),
 }
 ARCHITECTURES = tuple(_FAMILIES)
@@ -93,9 +110,9 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _parsed(data: Mapping[str, Any], family: Family, config_class: Any, where: str) -> ModelConfig:
+    config_class, data = config_class.of_file(data)
     if family.has_text_config:
-        is_tied_within = config_class.is_tied_within
-        keys = text_keys(data, config_class.defaults, where, config_class.outer_keys, is_tied_within=is_tied_within)
+        keys = text_keys(data, config_class, where)
     else:
         keys = ConfigKeys(_renamed(data, config_class.key_aliases, where), config_class.defaults, where)
     config: ModelConfig = config_class.parse(keys)
@@ -141,6 +158,7 @@ def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) 
         raise NotImplementedError(
             f"expected one of the architectures {', '.join(_FAMILIES)}, got {config.architecture}"
         )
-    decoder_class = getattr(importlib.import_module(f"kvjax.models.decoders.{family.module}"), family.decoder)
+    module, _, name = family.decoder.rpartition(".")
+    decoder_class = getattr(importlib.import_module(f"kvjax.models.decoders.{module or family.module}"), name)
     decoder: LanguageModel = decoder_class(config, dtype=dtype, rngs=rngs)
     return decoder

@@ -50,6 +50,9 @@ class AudioInputs(TokenInputs):
 class ImageInputs(TokenInputs):
     """Embeddings of images in the places of placeholder tokens, and more of them for the first layers' outputs."""
 
+    num_deepstack = NUM_DEEPSTACK
+    hidden_size = HIDDEN_SIZE
+
     def mark(self, prompt: np.ndarray, number: int) -> np.ndarray:
         prompt = np.where(prompt < IMAGE_TOKEN, prompt, prompt - 10)
         for _, first, high, wide in IMAGES[number]:
@@ -59,14 +62,14 @@ class ImageInputs(TokenInputs):
 
     def extras(self, model: torch.nn.Module, prompt: np.ndarray, number: int) -> Arrays:
         """
-        embeds          float32[num_rows, HIDDEN_SIZE] of the rows of all images of the prompt
-        deepstack       float32[NUM_DEEPSTACK, num_rows, HIDDEN_SIZE] added to what layer k returns
+        embeds          float32[num_rows, hidden_size] of the rows of all images of the prompt
+        deepstack       float32[num_deepstack, num_rows, hidden_size] added to what layer k returns
         embed_tokens    int32[num_rows] tokens of the prompt that the rows stand for
         rope_positions  int32[3, num_tokens + NUM_GREEDY_TOKENS] time, height, width, of the continuation too
         """
-        rows = [np.zeros((0, 1 + NUM_DEEPSTACK, HIDDEN_SIZE))]
+        rows = [np.zeros((0, 1 + self.num_deepstack, self.hidden_size))]
         for image, _, high, wide in IMAGES[number]:
-            shape = (high * wide // MERGE**2, 1 + NUM_DEEPSTACK, HIDDEN_SIZE)
+            shape = (high * wide // MERGE**2, 1 + self.num_deepstack, self.hidden_size)
             rows.append(np.random.default_rng(image).normal(scale=0.5, size=shape))
         embeds = np.ascontiguousarray(np.concatenate(rows).astype(np.float32).swapaxes(0, 1))
         token_ids = torch.from_numpy(np.append(prompt, np.zeros(NUM_GREEDY_TOKENS, np.int64)))[None]
@@ -85,12 +88,15 @@ class ImageInputs(TokenInputs):
         arguments = super().arguments(model, token_ids, extras, start)
         positions = torch.from_numpy(extras["rope_positions"][:, None, start : len(token_ids)].astype(np.int64))
         if len(extras["embeds"]) and start == 0:
-            image = BaseModelOutputWithDeepstackFeatures(
-                pooler_output=[torch.from_numpy(extras["embeds"])],
-                deepstack_features=[[torch.from_numpy(layer)] for layer in extras["deepstack"]],
-            )
-            arguments["mm_encoder_outputs"] = {"image": image}
+            arguments["mm_encoder_outputs"] = {"image": self.image(extras)}
         return arguments | {"position_ids": positions}
+
+    def image(self, extras: Arrays) -> Any:
+        """What the vision tower would give."""
+        return BaseModelOutputWithDeepstackFeatures(
+            pooler_output=[torch.from_numpy(extras["embeds"])],
+            deepstack_features=[[torch.from_numpy(layer)] for layer in extras["deepstack"]],
+        )
 
 
 def hear_tokens(model: torch.nn.Module) -> None:

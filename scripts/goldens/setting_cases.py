@@ -17,17 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from scripts.goldens.setting_parts import BASES_OF_PARTS, OF_PARTS
+from scripts.goldens.setting_values import FULL, LINEAR, SLIDING, YARN, With, rope
 from scripts.goldens.small_configs import TEXT, Data, small_config
 
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 PROMPT_LENGTH = 40
 NUM_MEL_BINS = 8
-
-
-def rope(rope_type: str = "default", **parameters: Any) -> Data:
-    """`rope_parameters`."""
-    return {"rope_type": rope_type, "rope_theta": 10_000.0} | parameters
 
 
 def long_rope(**parameters: Any) -> Data:
@@ -35,11 +31,6 @@ def long_rope(**parameters: Any) -> Data:
     return rope("longrope", short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[1.0, 2.0, 4.0, 8.0], **parameters)
 
 
-class With(dict[str, Any]):
-    """A value together with others that it needs beside it."""
-
-
-YARN = rope("yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=256)
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 2.0, "high_freq_factor": 16.0}
 VISION: Data = {
     "depth": 1,
@@ -164,11 +155,17 @@ BASES: dict[str, Data] = {  # beside the small config
         "v_head_dim": 12,
     },
     "WhisperForConditionalGeneration": {"num_mel_bins": NUM_MEL_BINS, "max_target_positions": 64},
+    **BASES_OF_PARTS,
     "Qwen3VLForConditionalGeneration": MROPE,
     "Qwen3VLMoeForConditionalGeneration": MROPE,
 }
 SPECIALS: Data = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.02}
-ARCHITECTURES = (*TEXT, "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+ARCHITECTURES = (
+    *TEXT,
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
 
 # Other values of a key: of any architecture, then of one. A dict has the value with what it needs beside it.
 _ACTIVATIONS = ["gelu", "gelu_pytorch_tanh", "relu2", "relu", "gelu_new", "quick_gelu", "tanh"]
@@ -234,6 +231,7 @@ VALUES: dict[str, list[Any]] = {
     "begin_suppress_tokens": [[3]],
     "suppress_tokens": [[3]],
     "forced_decoder_ids": [[3]],
+    "layer_norm_eps": [0.1],
 }
 LATENT: dict[str, list[Any]] = {  # of latent attention
     "num_attention_heads": [With({"num_attention_heads": 8, "num_key_value_heads": 8})],
@@ -247,6 +245,7 @@ LATENT: dict[str, list[Any]] = {  # of latent attention
 }
 _BY_KIND = "full_attention", "sliding_attention"
 OF_ONE: dict[str, dict[str, list[Any]]] = {
+    **OF_PARTS,
     "LlamaForCausalLM": {
         "rope_parameters": [
             rope(rope_theta=500.0),

@@ -65,6 +65,17 @@ TEXT: dict[str, Data] = {
     "Qwen3_5ForCausalLM": DELTA,
     "Qwen3_5MoeForCausalLM": EXPERTS | DELTA,
     "KimiLinearForCausalLM": LATENT | {"num_local_experts": 8},
+    "CohereForCausalLM": {},
+    "Cohere2ForCausalLM": {"sliding_window": 8},
+    "GemmaForCausalLM": {"head_dim": 16},
+    "Glm4ForCausalLM": {"head_dim": 16},
+    "Glm4MoeForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "GraniteForCausalLM": {},
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
+    "Ministral3ForCausalLM": {"head_dim": 16},
+    "Olmo2ForCausalLM": {},
+    "Olmo3ForCausalLM": {"sliding_window": 8},
+    "SmolLM3ForCausalLM": {},
     "WhisperForConditionalGeneration": {
         "d_model": 32,
         "encoder_layers": 2,
@@ -77,11 +88,14 @@ TEXT: dict[str, Data] = {
         "max_target_positions": 40,
     },
 }
+INNER: dict[str, Data] = {"Qwen2_5_VL": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}  # nowhere alone
 AROUND = {  # around the keys of which text model
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VL",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
@@ -103,7 +117,7 @@ WITHOUT = {
 
 def small_config(architecture: str) -> Data:
     """The content of its config.json."""
-    text = SIZES | TEXT[AROUND.get(architecture, architecture)]
+    text = SIZES | (TEXT | INNER)[AROUND.get(architecture, architecture)]
     text = copy.deepcopy({key: value for key, value in text.items() if key not in WITHOUT.get(architecture, ())})
     if architecture in TEXT:
         return {**text, "architectures": [architecture]}

@@ -34,12 +34,14 @@ class Family:
     """How one golden model is run.
 
     One whose layers keep the caches of another family's, with other projections or experts say, is a `variant`: its
-    logits and tokens are compared, and what scheduling does to it is left to sweeps. With `memory_bytes` its kinds of
-    layers share one memory of so many, with `ring_tokens` its recurrent states have rings.
+    logits and tokens are compared, and what scheduling does to it is left to sweeps; of one that is `swept` all is.
+    With `memory_bytes` its kinds of layers share one memory of so many, with `ring_tokens` its recurrent states have
+    rings.
     """
 
     name: str  # of its folder in goldens
     variant: bool = False
+    swept: bool = False
     block_size: int = 8
     num_blocks: int = 400
     max_model_len: int = 136  # the longest prompt and its continuation
@@ -55,6 +57,21 @@ class Family:
         return self.name if self.memory_bytes is None else f"{self.name}_in_slabs"
 
 
+OF_PARTS = (
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "gemma",
+    "glm4",
+    "glm4_moe",
+    "cohere",
+    "cohere2",
+    "granite",
+    "ministral3",
+    "mistral3",
+    "minimax_m2",
+    "qwen2_5_vl",
+)
 FAMILIES = (
     Family("llama"),
     Family("llama_linear", variant=True),
@@ -86,6 +103,8 @@ FAMILIES = (
     Family("nemotron_h", variant=True),
     Family("whisper"),
     Family("qwen3_vl"),
+    *(Family(name, variant=True) for name in OF_PARTS),
+    *(Family(f"{name}_odd", variant=True, swept=True) for name in OF_PARTS),
 )
 IN_SLABS = tuple(
     Family(name, memory_bytes=4 << 20)
@@ -101,7 +120,7 @@ def _every_family(*, variants: bool) -> pytest.MarkDecorator:
     """Of a module's scope: pytest runs all tests of a family one after another, in a process that has its step."""
     others = (*IN_SLABS, *IN_RINGS)
     marks = {
-        family: [pytest.mark.sweep] if family in others or (family.variant and not variants) else []
+        family: [pytest.mark.sweep] if family in others or family.swept or (family.variant and not variants) else []
         for family in (*FAMILIES, *others)
     }
     params = [pytest.param(family, id=family.id, marks=marks[family]) for family in marks]

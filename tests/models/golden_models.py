@@ -25,6 +25,7 @@ FAMILIES says; the first four of a tiny model share their first 37 tokens.
                     deepstack float32[2, num_rows, hidden] added to what layers 0 and 1 return for them; rope_positions
                     int32[3, num_tokens + 32]. Prompts 0 and 1 show one image in the shared prefix, 2 and 3 another,
                     4 two images, 5 none. The folder's vision tower (model.visual) is not used.
+    qwen2_5_vl      as qwen3_vl, with deepstack float32[0, num_rows, hidden]; and qwen2_5_vl_odd
 """
 
 from __future__ import annotations
@@ -69,6 +70,32 @@ FAMILIES = {
     "kimi_linear": 64,
     "whisper": 0,
     "qwen3_vl": 0,
+    "olmo2": 0,
+    "olmo2_odd": 0,
+    "olmo3": 16,
+    "olmo3_odd": 13,
+    "smollm3": 0,
+    "smollm3_odd": 13,
+    "gemma": 0,
+    "gemma_odd": 0,
+    "glm4": 0,
+    "glm4_odd": 0,
+    "glm4_moe": 0,
+    "glm4_moe_odd": 0,
+    "cohere": 0,
+    "cohere_odd": 0,
+    "cohere2": 16,
+    "cohere2_odd": 13,
+    "granite": 0,
+    "granite_odd": 0,
+    "ministral3": 0,
+    "ministral3_odd": 13,
+    "mistral3": 0,
+    "mistral3_odd": 0,
+    "minimax_m2": 0,
+    "minimax_m2_odd": 0,
+    "qwen2_5_vl": 0,
+    "qwen2_5_vl_odd": 13,
 }
 TINY_MODELS = ("llama", "qwen3", "gemma3")
 GOLDEN_MODELS = (*TINY_MODELS, "demo")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.models.golden_models import FAMILIES, GOLDEN_MODELS, GOLDENS, constants_of, goldens_of, model_folder
 
-MAX_SET_BYTES = 20_000_000
+MAX_SET_BYTES = 25_000_000
 MAX_FAMILY_BYTES = 1_000_000
 NAMES = [*FAMILIES, "demo"]
 

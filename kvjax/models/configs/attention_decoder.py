@@ -23,6 +23,15 @@ from kvjax.models.configs.states import StateShapes
 
 
 @dataclass(frozen=True, kw_only=True)
+class TemperatureConfig:
+    """Queries at position p are multiplied by 1 + scale * ln(1 + (p + offset) // floor)."""
+
+    floor: float  # tokens
+    scale: float
+    offset: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionDecoderConfig(DecoderConfig):
     """What attention layers read. A family says in its own class what else its layers need."""
 
@@ -34,6 +43,8 @@ class AttentionDecoderConfig(DecoderConfig):
     rope: RopeConfig | None
     rope_local: RopeConfig | None = None  # of layers that do not see all; None: as the others
     rotated_layers: tuple[bool, ...] | None = None  # per layer whether it has rotary embeddings; None: all have
+    rope_interleaved: bool = False  # dimensions 2i and 2i + 1 turn together, else i and i + half of the rotated ones
+    temperature: TemperatureConfig | None = None  # of queries, by position
     sliding_window: int | None = None  # tokens that a sliding layer sees, itself included
     num_sink_tokens: int = 0  # the first tokens, which every query of a sliding layer sees whatever its window
     keeps_prompt: bool = False  # every query of a sliding layer sees the prompt whatever its window (R-SWA)
@@ -44,6 +55,7 @@ class AttentionDecoderConfig(DecoderConfig):
     full_heads: tuple[int, int] | None = None  # KV heads of full layers and their dimension; None: as the others
     num_shared_layers: int = 0  # at the end, which read the pages of the last layer of their type before them
     qk_norm: bool = False  # queries and keys are normed per head
+    norms_all_heads: bool = False  # these norms are over all heads of a token together
     v_norm: bool = False  # values are normed per head, without a weight
     v_is_k: bool = False  # full layers have no values of their own: theirs are the keys before their norm
     output_gate: bool = False  # what attention gives is multiplied by the sigmoid of a projection
@@ -194,3 +206,15 @@ def take_heads(keys: ConfigKeys, hidden_size: int) -> dict[str, Any]:
         "head_dim": head_dim,
         "sm_scale": head_dim**-0.5,
     }
+
+
+def take_rotated(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
+    """Per layer whether queries and keys are rotated: `no_rope_layers`, which has 1 for those that are.
+
+    Without it, one layer in every `no_rope_layer_interval` is not.
+    """
+    interval = keys.take_int("no_rope_layer_interval", 4)
+    rotated = keys.take("no_rope_layers", None) or [(i + 1) % interval for i in range(num_layers)]
+    if len(rotated) != num_layers:
+        raise ConfigError(f"{keys.where}: expected {num_layers} no_rope_layers, got {len(rotated)}")
+    return tuple(map(bool, rotated))

@@ -25,6 +25,8 @@ class DecoderConfig(ModelConfig):
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     norm_offset: float = 0.0  # norms multiply by their weight plus this
+    centres_norms: bool = False  # norms of hidden states take the mean away (LayerNorm without a bias)
+    residual_scale: float = 1.0  # of what each part of a layer adds
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     final_logit_soft_cap: float | None = None

@@ -38,7 +38,6 @@ class GraniteMoeHybridConfig(AttentionDecoderConfig):
     mamba: Mamba2Config
     experts: ExpertsConfig | None
     shared_intermediate_size: int
-    residual_scale: float  # of what each part of a layer adds
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:

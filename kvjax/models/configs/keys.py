@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from kvjax.errors import ConfigError
 from kvjax.models.configs.informational import INFORMATIONAL_OUTER_KEYS
@@ -172,21 +172,24 @@ class ConfigKeys:
         return str(name)
 
 
-def text_keys(
-    data: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    where: str,
-    handed: tuple[str, ...] = (),
-    *,
-    is_tied_within: bool = False,
-) -> ConfigKeys:
+class OuterForm(Protocol):
+    """What the class of a multimodal config says of its outer object, as `ModelConfig` has it."""
+
+    defaults: ClassVar[Mapping[str, Any]]
+    outer_keys: ClassVar[tuple[str, ...]]
+    outer_ignored_keys: ClassVar[frozenset[str]]
+    tied_by: ClassVar[str]
+
+
+def text_keys(data: Mapping[str, Any], form: type[OuterForm], where: str) -> ConfigKeys:
     """The language model's keys of a multimodal config, `text_config`, with those that the outer object decides.
 
-    The outer object's keys of `handed` are among them. Of keys that may stand in both:
+    The outer object's keys of `form.outer_keys` are among them. Of keys that may stand in both:
 
         bos_token_id, eos_token_id   the outer's, unless it is missing or null; so with quantization_config
         dtype, torch_dtype           the outer's, in either spelling, unless both are missing or null
-        tie_word_embeddings          the outer's, null being false; if `is_tied_within`, `text_config`'s; never both
+        tie_word_embeddings          by `form.tied_by`: the outer's or `text_config`'s and never the other; true if
+                                     either is; the outer's if it is there, else `text_config`'s. null is false.
         any other                    `text_config`'s; the outer may repeat it
 
     Source: transformers' from_pretrained, GenerationConfig.from_model_config, get_expanded_tied_weights_keys
@@ -202,13 +205,16 @@ def text_keys(
     decided = {key: value for key in first if (value := outer.given(key)) is not None}
     dtype = outer.given("dtype") or outer.given("torch_dtype")
     decided |= {} if dtype is None else {"dtype": dtype}
-    decided |= {key: outer.given(key) for key in handed if key in data}
+    decided |= {key: outer.given(key) for key in form.outer_keys if key in data}
     text = dict(own)
-    if not is_tied_within:
-        text.pop(_TIED, None)
-        decided |= {_TIED: outer.given(_TIED) or False} if _TIED in data else {}
+    tied = {name: part[_TIED] or False for name, part in (("outer", data), ("text", own)) if _TIED in part}
+    text.pop(_TIED, None)
+    outer.given(_TIED)
+    if form.tied_by == "either":
+        decided[_TIED] = tied.get("outer", False) or tied.get("text", False)
+    else:
+        decided |= next(({_TIED: tied[name]} for name in form.tied_by.split(" or ") if name in tied), {})
     repeated = {key for key in data if key in own and data[key] == own[key]}
-    unread = {_TIED} if is_tied_within else set()
     decided["architectures"] = outer.take("architectures")
-    outer.finish(INFORMATIONAL_OUTER_KEYS | repeated | unread)
-    return ConfigKeys(text | decided, defaults, f"{where}: text_config")
+    outer.finish(INFORMATIONAL_OUTER_KEYS | form.outer_ignored_keys | repeated)
+    return ConfigKeys(text | decided, form.defaults, f"{where}: text_config")

@@ -10,20 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from kvjax.errors import ConfigError
 from kvjax.models.config import CHUNKED, FULL
-from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
+from kvjax.models.configs.attention_decoder import (
+    AttentionDecoderConfig,
+    TemperatureConfig,
+    take_decoder_fields,
+    take_rotated,
+)
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.rope import take_rope
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemperatureConfig:
-    """Where nothing is rotated, queries at position p are multiplied by 1 + scale * ln(1 + (p + 1) // floor)."""
-
-    floor: float  # tokens
-    scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +37,19 @@ class Llama4Config(AttentionDecoderConfig):
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    is_tied_within: ClassVar[bool] = True
+    tied_by: ClassVar[str] = "text"
     ignored_keys: ClassVar[frozenset[str]] = frozenset({"for_llm_compressor", "router_jitter_noise"})  # of training
 
     experts: ExpertsConfig
     expert_layers: tuple[bool, ...]  # per layer: whether it has experts
     qk_l2_norm: bool  # queries and keys are normed without a weight after their rotation
-    temperature: TemperatureConfig | None  # None: they are as they are
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
         fields = take_decoder_fields(keys)
         num_layers, bias = fields["num_layers"], keys.take_flag("attention_bias", False)
-        is_rotated = _take_rotated(keys, num_layers)
+        is_rotated = take_rotated(keys, num_layers)
         chunk_size = keys.take_nullable("attention_chunk_size")
         default = tuple(CHUNKED if rotated and chunk_size is not None else FULL for rotated in is_rotated)
         tuned = bool(keys.take("attn_temperature_tuning", True))
@@ -80,15 +75,6 @@ class Llama4Config(AttentionDecoderConfig):
             ),
             expert_layers=_take_expert_layers(keys, num_layers),
         )
-
-
-def _take_rotated(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
-    """Per layer whether queries and keys are rotated: `no_rope_layers`, which has 1 for those that are."""
-    interval = keys.take_int("no_rope_layer_interval", 4)
-    rotated = keys.take("no_rope_layers", None) or [(i + 1) % interval for i in range(num_layers)]
-    if len(rotated) != num_layers:
-        raise ConfigError(f"{keys.where}: expected {num_layers} no_rope_layers, got {len(rotated)}")
-    return tuple(map(bool, rotated))
 
 
 def _take_expert_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:

@@ -26,7 +26,7 @@ class VisionInputs:
     num_deepstack: int
 
 
-class _TakesVectors:
+class TakesVectors:
     """What both models share: `inputs` says what stands for image and video tokens."""
 
     hidden_size: int
@@ -49,7 +49,7 @@ class _TakesVectors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLConfig(_TakesVectors, Qwen3Config):
+class Qwen3VLConfig(TakesVectors, Qwen3Config):
     """Dense."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 500_000.0}
@@ -64,7 +64,7 @@ class Qwen3VLConfig(_TakesVectors, Qwen3Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLMoeConfig(_TakesVectors, Qwen3MoeConfig):
+class Qwen3VLMoeConfig(TakesVectors, Qwen3MoeConfig):
     """With experts."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -100,5 +100,9 @@ def take_vision_inputs(keys: ConfigKeys) -> VisionInputs:
     """Placeholder tokens, and how many layers add vectors."""
     vision: Any = keys.take_object("vision_config") or {}
     deepstack = vision.get("deepstack_visual_indexes", _DEEPSTACK_LAYERS)
-    tokens = (keys.take("image_token_id", 151_655), keys.take("video_token_id", 151_656))
-    return VisionInputs(placeholder_token_ids=tokens, num_deepstack=len(deepstack))
+    return VisionInputs(placeholder_token_ids=take_placeholders(keys), num_deepstack=len(deepstack))
+
+
+def take_placeholders(keys: ConfigKeys) -> tuple[int, int]:
+    """Image and video tokens."""
+    return keys.take("image_token_id", 151_655), keys.take("video_token_id", 151_656)

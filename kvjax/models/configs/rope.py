@@ -41,7 +41,8 @@ class RopeConfig:
     # Share of a head's dimensions that are rotated, the first ones; "proportional": the first of each half, with the
     # frequencies that they have where all are rotated.
     partial_rotary_factor: float = 1.0
-    mrope_section: tuple[int, ...] = ()  # frequencies for time, height, width, in turns; not empty: such positions
+    mrope_section: tuple[int, ...] = ()  # frequencies for time, height, width; not empty: such positions
+    mrope_interleaved: bool = True  # these stand in turns, else one after the other
 
     def longest_len(self, max_position_embeddings: int) -> int:
         """Tokens that a model may be run for: what the scaling makes of pretraining's length, as in vLLM.
@@ -79,11 +80,18 @@ def check_factors(rope: RopeConfig, head_dim: int) -> None:
         raise ConfigError(f"expected {pairs} numbers in short_factor and long_factor, got {sizes[0]} and {sizes[1]}")
 
 
-def take_rope(keys: ConfigKeys, max_len: int, *, default: Mapping[str, Any] | None = None, **fields: Any) -> RopeConfig:
+def take_rope(
+    keys: ConfigKeys,
+    max_len: int,
+    *,
+    default: Mapping[str, Any] | None = None,
+    beside_rope: frozenset[str] = frozenset(),
+    **fields: Any,
+) -> RopeConfig:
     """The one rotary embedding of a model.
 
     Where the file says nothing of it, it is `default`; `fields` hold where the file does not say otherwise. Whole heads
-    are rotated unless `partial_rotary_factor` is one of them.
+    are rotated unless `partial_rotary_factor` is one of them. Keys of the object in `beside_rope` say other things.
 
     Raises:
         ConfigError: a value that cannot be, or the file describes two different embeddings.
@@ -95,6 +103,7 @@ def take_rope(keys: ConfigKeys, max_len: int, *, default: Mapping[str, Any] | No
     forms = [form for name in ("rope_parameters", "rope_scaling") if (form := keys.take_object(name))] or [
         default or {}
     ]
+    forms = [{key: value for key, value in form.items() if key not in beside_rope} for form in forms]
     return _only(keys, [_rope_config(form, max_len, where, beside, fields) for form in forms])
 
 
@@ -169,7 +178,7 @@ def _rope_config(
     values |= _SCALINGS[rope_type](keys, max_len, original)
     if "mrope_section" in fields:
         values["mrope_section"] = tuple(keys.take("mrope_section", fields["mrope_section"]))
-        keys.require("mrope_interleaved", True)
+        keys.require("mrope_interleaved", fields.get("mrope_interleaved", True))
     keys.finish(_OF_OTHER_POSITIONS)
     return RopeConfig(**values)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from flax import nnx
 
 from kvjax.models.configs.deepseek import DeepseekConfig
+from kvjax.models.configs.parts.glm import Glm4MoeConfig
 from kvjax.models.decoders.llama import dense_part
 from kvjax.models.layers.attention.latent import LatentAttention
 from kvjax.models.layers.blocks import PreNormBlock
@@ -30,7 +31,7 @@ class DeepseekDecoder(Decoder):
 
 
 def feed_forward_part(
-    config: DeepseekConfig,
+    config: DeepseekConfig | Glm4MoeConfig,
     layer: int,
     make: Make,
     *,

@@ -6,20 +6,13 @@ Source:  transformers' modeling_{gemma2,gemma3}.py, with whose outputs it agrees
 
 from __future__ import annotations
 
-from flax import nnx
+from typing import ClassVar
 
-from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
-from kvjax.models.decoders.llama import dense_part
-from kvjax.models.layers.attention.grouped_query import Attention
-from kvjax.models.layers.blocks import SandwichNormBlock
-from kvjax.models.layers.decoder import Decoder
-from kvjax.models.layers.make import Make
+from kvjax.models.decoders.llama import LlamaDecoder
+from kvjax.models.layers.blocks import Block, SandwichNormBlock
 
 
-class GemmaDecoder(Decoder):
+class GemmaDecoder(LlamaDecoder):
     """Norms before and after each part; what else differs, the config says."""
 
-    @staticmethod
-    def make_layer(config: AttentionDecoderConfig, layer: int, make: Make) -> nnx.Module:
-        """One layer."""
-        return SandwichNormBlock(config, make, self_attn=Attention(config, layer, make), mlp=dense_part(config, make))
+    block: ClassVar[type[Block]] = SandwichNormBlock

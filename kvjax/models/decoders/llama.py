@@ -7,13 +7,14 @@ Source:  transformers' modeling_{llama,qwen2,mistral,phi3}.py, with whose output
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from flax import nnx
 
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
 from kvjax.models.configs.decoder import DecoderConfig
 from kvjax.models.layers.attention.grouped_query import Attention
-from kvjax.models.layers.blocks import PreNormBlock
+from kvjax.models.layers.blocks import Block, PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.feed_forward import FeedForward
 from kvjax.models.layers.make import Make
@@ -21,12 +22,14 @@ from kvjax.models.tensor_sources import Part, TensorSource
 
 
 class LlamaDecoder(Decoder):
-    """Attention and a gated feed-forward part, each behind a norm."""
+    """Attention and a gated feed-forward part, each behind a norm; others have another `block` around both."""
 
-    @staticmethod
-    def make_layer(config: AttentionDecoderConfig, layer: int, make: Make) -> nnx.Module:
+    block: ClassVar[type[Block]] = PreNormBlock
+
+    @classmethod
+    def make_layer(cls, config: AttentionDecoderConfig, layer: int, make: Make) -> nnx.Module:
         """One layer."""
-        return PreNormBlock(config, make, self_attn=Attention(config, layer, make), mlp=dense_part(config, make))
+        return cls.block(config, make, self_attn=Attention(config, layer, make), mlp=dense_part(config, make))
 
 
 def dense_part(config: DecoderConfig, make: Make) -> FeedForward:

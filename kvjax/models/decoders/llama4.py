@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models.configs.experts import COLUMNS
-from kvjax.models.configs.llama4 import Llama4Config, TemperatureConfig
+from kvjax.models.configs.llama4 import Llama4Config
 from kvjax.models.decoders.llama import dense_part
 from kvjax.models.layers.attention.grouped_query import attention_options
+from kvjax.models.layers.attention.temperature import scaled_queries
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import Experts, choose_experts
@@ -51,16 +52,9 @@ class Llama4Attention(nnx.Module):
             if self.config.qk_l2_norm:
                 q, k = (rms_normed(x, self.config.rms_norm_eps).astype(x.dtype) for x in (q, k))
         elif self.config.temperature is not None:
-            scales = query_scales(step.positions, self.config.temperature)
-            q = (q.astype(jnp.float32) * scales[:, None, None]).astype(q.dtype)
+            q = scaled_queries(q, step.positions, self.config.temperature)
         out = step.cache(self.layer_name, q, k, v, self.options)
         return self.o_proj(out.reshape(hidden.shape[0], -1))
-
-
-def query_scales(positions: jax.Array, temperature: TemperatureConfig) -> jax.Array:  # int32[T] -> float32[T]
-    """What queries at `positions` are multiplied by."""
-    floors = jnp.floor((positions.astype(jnp.float32) + 1.0) / temperature.floor)
-    return jnp.log1p(floors) * temperature.scale + 1.0
 
 
 class Llama4SparseFeedForward(nnx.Module):

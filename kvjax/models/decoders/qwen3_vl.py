@@ -1,6 +1,6 @@
-"""The language model of Qwen3-VL: image tokens are vectors that the caller gives.
+"""The language models of Qwen3-VL and Qwen2.5-VL: image tokens are vectors that the caller gives.
 
-Flow:    token_ids[T], positions[3, T], cache, embeds -> [Qwen3VLDecoder] -> hidden[T, d]
+Flow:    token_ids[T], positions[3, T], cache, embeds -> [VectorDecoder] -> hidden[T, d]
 Source:  arXiv 2511.21631; transformers' modeling_qwen3_vl.py, with whose outputs it agrees
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.models.decoders.llama import LlamaDecoder
 from kvjax.models.decoders.qwen3 import Qwen3Decoder, Qwen3MoeDecoder
 from kvjax.models.layers.decoder import Decoder
 
@@ -41,6 +42,10 @@ class VectorDecoder(Decoder):
                 hidden = hidden + rows[:, size * i : size * (i + 1)]
         step.mark_layer()
         return self.norm(hidden)
+
+
+class Qwen2_5VLDecoder(VectorDecoder, LlamaDecoder):
+    """Of Qwen2.5-VL, without DeepStack."""
 
 
 class Qwen3VLDecoder(VectorDecoder, Qwen3Decoder):

@@ -28,7 +28,7 @@ class Decoder(LanguageModel):
         self.config = config
         self.embed_tokens = make.embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List([self.make_layer(config, i, make) for i in range(config.num_layers)])
-        self.norm = make.norm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
+        self.norm = make.hidden_norm(config)
         if not config.tie_word_embeddings:
             self.lm_head = make.linear(config.hidden_size, config.vocab_size)
 

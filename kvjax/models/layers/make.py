@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kvjax.models.configs.decoder import DecoderConfig
 from kvjax.models.layers.linear import Linear
 from kvjax.models.layers.norm import LayerNorm, RMSNorm
 
@@ -49,6 +50,12 @@ class Make:
     def norm(self, size: int, *, eps: float, offset: float = 0.0) -> RMSNorm:
         """An RMSNorm over `size` dimensions."""
         return RMSNorm(size, eps=eps, offset=offset, dtype=self.dtype)
+
+    def hidden_norm(self, config: DecoderConfig) -> RMSNorm | LayerNorm:
+        """A norm of hidden states, as the model has them."""
+        if config.centres_norms:
+            return LayerNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=self.dtype, has_bias=False)
+        return self.norm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
 
     def layer_norm(self, size: int, *, eps: float) -> LayerNorm:
         """A LayerNorm over `size` dimensions."""

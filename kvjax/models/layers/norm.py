@@ -32,11 +32,11 @@ def rms_normed(x: jax.Array, eps: float) -> jax.Array:  # [..., size] -> float32
 
 
 class LayerNorm(nnx.Module):
-    """`(x - mean(x)) / std(x) * weight + bias` over the last axis."""
+    """`(x - mean(x)) / std(x) * weight + bias` over the last axis; some have no bias."""
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype, has_bias: bool = True) -> None:
         self.scale = nnx.Param(jnp.ones((size,), dtype))
-        self.bias = nnx.Param(jnp.zeros((size,), dtype))
+        self.bias = nnx.Param(jnp.zeros((size,), dtype)) if has_bias else None
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., size]
@@ -44,5 +44,7 @@ class LayerNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
-        scale, bias = (jnp.expand_dims(p[...].astype(jnp.float32), range(x.ndim - 1)) for p in (self.scale, self.bias))
-        return (normed * scale + bias).astype(x.dtype)
+        out = normed * jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
+        if self.bias is not None:
+            out = out + jnp.expand_dims(self.bias[...].astype(jnp.float32), range(x.ndim - 1))
+        return out.astype(x.dtype)

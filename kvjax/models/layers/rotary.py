@@ -107,10 +107,13 @@ def rope_tables(
 
 
 def _choose_axes(angles: jax.Array, rope: RopeConfig) -> jax.Array:  # [3, T, F] -> [T, F]
-    """Every frequency's angle by time, height or width, in turns; the rest by time."""
-    _, height, width = rope.mrope_section
+    """Every frequency's angle by time, height or width; of those in turns the rest by time."""
+    time, height, width = rope.mrope_section
     axes = np.zeros(angles.shape[-1], np.int64)
-    axes[1 : 3 * height : 3], axes[2 : 3 * width : 3] = 1, 2
+    if rope.mrope_interleaved:
+        axes[1 : 3 * height : 3], axes[2 : 3 * width : 3] = 1, 2
+    else:
+        axes[time : time + height], axes[time + height :] = 1, 2
     one_hot = jnp.asarray(axes[None, :] == np.arange(3)[:, None], angles.dtype)
     return jnp.einsum("atf,af->tf", angles, one_hot)
 

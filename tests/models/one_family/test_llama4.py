@@ -19,8 +19,8 @@ from kvjax.configs import load_model_config
 from kvjax.errors import ConfigError
 from kvjax.models import ModelConfig, load_model
 from kvjax.models.config import CHUNKED, FULL
-from kvjax.models.configs.llama4 import TemperatureConfig
-from kvjax.models.decoders.llama4 import query_scales
+from kvjax.models.configs.attention_decoder import TemperatureConfig
+from kvjax.models.layers.attention.temperature import query_scales
 from kvjax.models.layers.rotary import inverse_frequencies
 from tests.models.configs import llama_dict
 from tests.models.golden_models import model_folder

@@ -16,6 +16,7 @@ from flax import nnx
 from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.models.config import FULL
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
+from kvjax.models.layers.attention.temperature import scaled_queries
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
 from kvjax.models.layers.norm import RMSNorm, rms_normed
@@ -37,8 +38,10 @@ class Attention(nnx.Module):
         if self.writes and not self.v_is_k:
             self.v_proj = make.columns(size, kv_heads * dim, bias=config.qkv_bias, units=kv_heads)
         self.o_proj = make.rows(heads * dim, size, bias=config.o_bias, units=heads)
-        self.q_norm = make.norm(dim, **norm) if config.qk_norm else None
-        self.k_norm = make.norm(dim, **norm) if config.qk_norm and self.writes else None
+        q_width, k_width = (heads * dim, kv_heads * dim) if config.norms_all_heads else (dim, dim)
+        self.q_norm = make.norm(q_width, **norm) if config.qk_norm else None
+        self.k_norm = make.norm(k_width, **norm) if config.qk_norm and self.writes else None
+        self.norms_all_heads = config.norms_all_heads
         self.v_norm_eps = config.rms_norm_eps if config.v_norm else None
         gate = make.columns(size, heads * dim, bias=config.qkv_bias, units=heads) if config.output_gate else None
         self.gate_proj = gate
@@ -47,6 +50,8 @@ class Attention(nnx.Module):
         self.has_sinks = config.has_sinks
         self.head_dim = dim
         self.rope = config.rope_of(layer)
+        self.rope_interleaved = config.rope_interleaved
+        self.temperature = config.temperature
         self.options = attention_options(config, layer)
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
@@ -57,6 +62,8 @@ class Attention(nnx.Module):
         """Attention over the layer's cache, the step's own tokens included; of the wanted tokens."""
         asking = step.wanted(hidden)
         q = self._placed(self._heads(self.q_proj(asking)), self.q_norm, step)
+        if self.temperature is not None:
+            q = scaled_queries(q, step.wanted(step.positions), self.temperature)
         k, v = self._keys_and_values(hidden, step) if self.writes else (None, None)
         options = self.options
         if self.has_sinks:
@@ -79,12 +86,13 @@ class Attention(nnx.Module):
     def _placed(self, x: jax.Array, norm: RMSNorm | None, step: ForwardStep) -> jax.Array:  # [T or N, H, D]
         """Normed and rotated, where the layer does either."""
         if norm is not None:
-            x = norm(x)
+            x = norm(x.reshape(len(x), -1)).reshape(x.shape) if self.norms_all_heads else norm(x)
         if self.rope is None:
             return x
         cos, sin = step.rope_tables(self.rope, self.head_dim)
         is_whole = x.shape[0] == cos.shape[0]
-        return apply_rope(x, (cos, sin) if is_whole else (step.wanted(cos), step.wanted(sin)))
+        tables = (cos, sin) if is_whole else (step.wanted(cos), step.wanted(sin))
+        return apply_rope(x, tables, interleaved=self.rope_interleaved)
 
 
 def attention_options(config: AttentionDecoderConfig, layer: int) -> AttentionOptions:
