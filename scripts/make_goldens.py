@@ -33,6 +33,7 @@ from scripts.goldens import (
     families_parts,
     families_recurrent,
     families_sharing,
+    families_states,
 )
 from scripts.goldens.family import SHARED_PREFIX_TOKENS, Arrays, Family
 from scripts.goldens.oracle import MAX_NOISE, NUM_GREEDY_TOKENS, Golden, Oracle
@@ -44,6 +45,7 @@ MODULES = (
     families_experts,
     families_sharing,
     families_recurrent,
+    families_states,
     families_deepseek_v4,
     families_inputs,
     families_parts,

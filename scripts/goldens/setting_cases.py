@@ -21,6 +21,7 @@ from scripts.goldens.setting_parts import BASES_OF_PARTS, OF_PARTS
 from scripts.goldens.setting_values import FULL, LINEAR, SLIDING, YARN, With, rope
 from scripts.goldens.small_configs import TEXT, Data, small_config
 
+CONV = "conv"
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 PROMPT_LENGTH = 40
 NUM_MEL_BINS = 8
@@ -133,6 +134,7 @@ BASES: dict[str, Data] = {  # beside the small config
         "attention_multiplier": 0.2,
         "position_embedding_type": "rope",
     },
+    "Lfm2MoeForCausalLM": {"num_dense_layers": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5},
     "NemotronHForCausalLM": {
         "head_dim": 16,
         "mamba_head_dim": 8,
@@ -182,6 +184,7 @@ VALUES: dict[str, list[Any]] = {
     "activation_function": ["silu", *_ACTIVATIONS],
     "mamba_hidden_act": _ACTIVATIONS,
     "rms_norm_eps": [0.1],
+    "norm_eps": [0.1],
     "layer_norm_epsilon": [0.1],
     "max_position_embeddings": [512],
     "rope_parameters": [rope(rope_theta=500.0), YARN, rope("linear", factor=4.0)],
@@ -407,6 +410,23 @@ OF_ONE: dict[str, dict[str, list[Any]]] = {
         "logits_scaling": [3.0],
         "rope_parameters": [rope(rope_theta=500.0)],
     },
+    "Lfm2ForCausalLM": {
+        "layer_types": [[FULL] * 4, [CONV, CONV, FULL, CONV]],
+        "full_attn_idxs": [With(layer_types=None, full_attn_idxs=[1]), With(layer_types=None)],
+    },
+    "Lfm2MoeForCausalLM": {
+        "layer_types": [[FULL] * 4, [CONV, CONV, FULL, CONV], None],
+        "num_dense_layers": [0, 4],
+    },
+    "Lfm3ForCausalLM": {
+        "layer_types": [[FULL] * 4, [CONV, CONV, SLIDING, CONV], None],
+        "rope_parameters": [
+            {FULL: rope("proportional", partial_rotary_factor=0.25, rope_theta=500.0), SLIDING: rope(rope_theta=200.0)},
+            {FULL: rope(), SLIDING: rope("linear", factor=2.0)},
+            {FULL: YARN, SLIDING: rope()},
+        ],
+        "full_attn_idxs": [[1]],
+    },
     "NemotronHForCausalLM": {
         "layers_block_type": [[LINEAR, FULL, "mlp", "moe"], [FULL] * 3],
         "mamba_num_heads": [4],
@@ -540,7 +560,7 @@ def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:  # float32[shape]; i
         noise = np.log(0.05 + 1.95 * random.random_sample(shape))
     elif name.endswith(("dt_bias", "dt_proj.bias")):
         noise = 0.5 * noise - 2.0
-    elif name.endswith("q_norm.weight"):
+    elif name.endswith(("q_norm.weight", "q_layernorm.weight")):
         noise = 0.2 + 0.04 * noise  # large scores make noise of rounding larger from layer to layer
     elif len(shape) < 2:
         noise = 0.2 * noise + (1.0 if re.search(r"norm|\.D$|scale", name) else 0.0)

@@ -101,6 +101,9 @@ FAMILIES = (
     Family("qwen3_5", variant=True),
     Family("kimi_linear"),
     Family("nemotron_h", variant=True),
+    Family("lfm2", variant=True),
+    Family("lfm2_moe"),
+    Family("lfm3", variant=True),
     Family("whisper"),
     Family("qwen3_vl"),
     *(Family(name, variant=True) for name in OF_PARTS),
@@ -108,7 +111,16 @@ FAMILIES = (
 )
 IN_SLABS = tuple(
     Family(name, memory_bytes=4 << 20)
-    for name in ("jamba", "granite_moe_hybrid", "qwen3_next", "qwen3_5", "kimi_linear", "nemotron_h", "gemma4")
+    for name in (
+        "jamba",
+        "granite_moe_hybrid",
+        "qwen3_next",
+        "qwen3_5",
+        "kimi_linear",
+        "nemotron_h",
+        "lfm2_moe",
+        "gemma4",
+    )
 )
 
 IN_RINGS = tuple(

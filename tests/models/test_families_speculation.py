@@ -38,6 +38,9 @@ OTHER_FAMILIES = (
     "qwen3_5",
     "kimi_linear",
     "nemotron_h",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
     "whisper",
     "qwen3_vl",
 )

@@ -144,6 +144,8 @@ def convolve_in_ring(
     x: jax.Array,  # [T, C]
     weight: jax.Array,  # [C, W]
     bias: jax.Array | None,  # [C]
+    *,
+    activation: str | None,
     backend: str,
 ) -> tuple[jax.Array, jax.Array]:
     """`causal_conv1d`, and the windows after the step: every page that is written gets its last L inputs."""
@@ -161,7 +163,7 @@ def convolve_in_ring(
         checkpoint_ends=None,
         checkpoint_pages=None,
     )
-    out = causal_conv1d(x, states, weight, *plain, bias=bias, backend=backend).out
+    out = causal_conv1d(x, states, weight, *plain, bias=bias, activation=activation, backend=backend).out
 
     def windows_of(ends: jax.Array) -> jax.Array:  # int32[S, n] new tokens -> [S, n, C, L]
         last = (before[:, None] + ends)[..., None]

@@ -37,19 +37,21 @@ def convolve_states(
     weight: jax.Array,  # [C, W] the last tap is the token's own
     bias: jax.Array | None = None,  # [C]
     *,
+    activation: str | None = "silu",  # or None
     array: int = 0,  # of the layer's arrays of states [pages, C, W - 1]
 ) -> jax.Array:  # [T, C]
-    """SiLU of every channel's convolution over its last W inputs."""
+    """Every channel's convolution over its last W inputs, then the activation."""
 
     def convolve(states: Column, step: AnyStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
         x, weight, *more = inputs
         bias = more[0] if more else None
         if isinstance(step, StepOverRings):
-            out, windows = convolve_in_ring(states[0], step, x, weight, bias, cache.backend)
+            out, windows = convolve_in_ring(states[0], step, x, weight, bias, **options)
             return out, (windows,)
-        result = causal_conv1d(x, states[0], weight, *step, bias=bias, backend=cache.backend)
+        result = causal_conv1d(x, states[0], weight, *step, bias=bias, **options)
         return result.out, (result.states,)
 
+    options: dict[str, Any] = {"activation": activation, "backend": cache.backend}
     inputs = (x, weight) if bias is None else (x, weight, bias)
     return cache.update_states(layer_name, convolve, inputs, (1, 0, 0)[: len(inputs)], arrays=(array,))
 

@@ -59,6 +59,7 @@ class AttentionDecoderConfig(DecoderConfig):
     v_norm: bool = False  # values are normed per head, without a weight
     v_is_k: bool = False  # full layers have no values of their own: theirs are the keys before their norm
     output_gate: bool = False  # what attention gives is multiplied by the sigmoid of a projection
+    head_gate: bool = False  # what a head gives is multiplied by the sigmoid of one number, which is projected
     has_sinks: bool = False  # every softmax has a learned logit per head, which takes weight and has no value
     attn_logit_soft_cap: float | None = None
 

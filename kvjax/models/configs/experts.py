@@ -20,6 +20,7 @@ class ExpertsConfig:
     top_k: int
     intermediate_size: int  # of each expert
     norm_topk: bool  # the weights of the chosen ones sum up to 1 (before `scale`)
+    norm_eps: float = 0.0  # added to the sum that the weights are divided by
     score: str = "softmax"  # of the router's logits, one of SCORES
     scale: float = 1.0  # of the weights
     num_groups: int = 1  # experts are chosen from `top_groups` of the groups

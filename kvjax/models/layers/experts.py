@@ -59,7 +59,8 @@ def expert_weights(scores: jax.Array, experts: jax.Array, config: ExpertsConfig)
     """How much each of a token's chosen `experts` int32[T, k] counts, by the `scores` [T, E] of all."""
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk:
-        weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        total = weights.sum(axis=-1, keepdims=True) + config.norm_eps
+        weights = weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return weights * config.scale
 
 

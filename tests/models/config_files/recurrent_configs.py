@@ -83,6 +83,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 24,
         "rms_norm_eps": 1e-5,
     },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "num_hidden_layers": 4,
+        "full_attn_idxs": [1, 3],
+        "block_multiple_of": 10,
+        "norm_eps": 1e-5,
+    },
+    "lfm3": {"architectures": ["Lfm3ForCausalLM"], "num_hidden_layers": 8, "head_dim": 8},
     "jamba": {
         "architectures": ["JambaForCausalLM"],
         "num_hidden_layers": 3,

@@ -132,6 +132,45 @@ def test_nemotron_h_scans_in_float32_unless_it_says_otherwise_and_bounds_time_st
     assert (config.mamba.dt_limit, config.head_dim) == ((0.001, float("inf")), 8)
 
 
+def test_layers_of_lfm2_attend_where_layer_types_or_the_indices_of_older_files_say() -> None:
+    assert kinds("lfm2") == ["mamba", "full_attention"] * 2
+    assert kinds("lfm2", full_attn_idxs=...) == ["full_attention"] * 4
+    assert kinds("lfm2", layer_types=["conv"] * 4) == ["mamba"] * 4
+    last = ["full_attention", "mamba"]
+    assert kinds("lfm3") == ["mamba", "mamba", *last, "sliding_window", "mamba", *last]
+
+
+def test_the_state_of_a_short_convolution_is_its_last_inputs() -> None:
+    """32 channels over 2 tokens, as much as 2 tokens of 2 heads of 8."""
+    spec = parse("lfm2", dtype="bfloat16").kv_cache_specs(8)["layers.0"]
+    assert (spec.state_shapes, spec.state_dtypes, spec.block_size) == (((32, 2),), ("bfloat16",), 8)
+    assert parse("lfm2", conv_L_cache=5).kv_cache_specs(8)["layers.0"].state_shapes == ((32, 4),)
+
+
+def test_dense_parts_of_lfm2_have_two_thirds_of_the_width_that_is_said() -> None:
+    """Rounded up to a multiple of 10, unless the file says that the width is what it says."""
+    widths = [
+        parse("lfm2", **changes).intermediate_size
+        for changes in (
+            {},
+            {"intermediate_size": 31},
+            {"block_ffn_dim_multiplier": 1.3},
+            {"block_ff_dim": 48},
+            {"block_auto_adjust_ff_dim": False},
+        )
+    ]
+    assert widths == [20, 20, 20, 40, 24]
+
+
+def test_a_head_of_lfm2_is_tied_unless_either_key_says_no() -> None:
+    """`tie_embedding` of released files goes before the other."""
+    tied = [
+        parse("lfm2", **changes).tie_word_embeddings
+        for changes in ({}, {"tie_word_embeddings": False}, {"tie_word_embeddings": False, "tie_embedding": True})
+    ]
+    assert tied == [True, False, True]
+
+
 def test_states_are_in_the_dtype_of_the_weights_whatever_that_of_k_and_v() -> None:
     spec = parse("jamba", dtype="bfloat16").kv_cache_specs(8, "float32")["layers.0"]
     assert isinstance(spec, MambaSpec)
@@ -163,6 +202,12 @@ def test_states_split_where_all_devices_have_whole_units() -> None:
         ("qwen3_next", {"linear_num_key_heads": 3}, "here: expected linear_num_key_heads that divide 4 .*, got 3"),
         ("qwen3_5", {"attn_output_gate": False}, "here: expected 'attn_output_gate' to be true, got false"),
         ("qwen3_5", {"mamba_ssm_dtype": "int8"}, "here: expected 'mamba_ssm_dtype' among .*, got 'int8'"),
+        ("lfm2", {"conv_L_cache": 1}, "here: expected 'conv_L_cache' of at least 2, got 1"),
+        ("lfm2", {"full_attn_idxs": 1}, "'full_attn_idxs' to be a list of integers >= 0, got 1"),
+        ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, "expected layer_types among full_attention, conv, got mamba"),
+        ("lfm2", {"architectures": ["Lfm2MoeForCausalLM"]}, "here: expected the key 'layer_types', got none"),
+        ("lfm3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'rope_scaling' to be null or false, got"),
+        ("lfm3", {"sliding_window": 0}, "here: expected 'sliding_window' to be a positive integer, got 0"),
         ("jamba", {"sliding_window": 8}, "here: expected 'sliding_window' to be null or false, got 8"),
         ("jamba", {"attn_layer_offset": -1}, "'attn_layer_offset' to be an integer >= 0, got -1"),
         ("jamba", {"hidden_act": "gelu"}, "here: expected 'hidden_act' among silu, got 'gelu'"),

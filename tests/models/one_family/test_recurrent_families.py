@@ -37,6 +37,12 @@ STATE_BLOCKS = {
     "kimi_linear": 40,
     # (64 + 2 * 2 * 16) * 3 + 8 heads * 8 * 16, 4 heads * (16 + 16)
     "nemotron_h": 16,
+    # 48 * 2, 4 heads * (4 + 4)
+    "lfm2": 8,
+    # 40 * 4, 2 heads * (10 + 10)
+    "lfm2_moe": 8,
+    # 48 * 3, 2 heads * (6 + 6)
+    "lfm3": 8,
 }
 RECURRENT = [family for family in FAMILIES if family.name in STATE_BLOCKS]
 each_family = pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)

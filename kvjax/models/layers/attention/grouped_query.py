@@ -43,7 +43,9 @@ class Attention(nnx.Module):
         self.k_norm = make.norm(k_width, **norm) if config.qk_norm and self.writes else None
         self.norms_all_heads = config.norms_all_heads
         self.v_norm_eps = config.rms_norm_eps if config.v_norm else None
-        gate = make.columns(size, heads * dim, bias=config.qkv_bias, units=heads) if config.output_gate else None
+        gate = make.columns(size, heads) if config.head_gate else None
+        if config.output_gate:
+            gate = make.columns(size, heads * dim, bias=config.qkv_bias, units=heads)
         self.gate_proj = gate
         if config.has_sinks:
             self.sinks = make.zeros(heads)
@@ -69,8 +71,9 @@ class Attention(nnx.Module):
         if self.has_sinks:
             options = replace(options, sinks=self.sinks[...].astype(jnp.float32))
         out = step.cache(self.layer_name, q, k, v, options)
-        out = out.reshape(asking.shape[0], -1)
-        return self.o_proj(out if self.gate_proj is None else out * jax.nn.sigmoid(self.gate_proj(asking)))
+        if self.gate_proj is not None:  # by number, or by head
+            out = out * jax.nn.sigmoid(self.gate_proj(asking)).reshape(*out.shape[:2], -1)
+        return self.o_proj(out.reshape(asking.shape[0], -1))
 
     def _keys_and_values(self, hidden: jax.Array, step: ForwardStep) -> tuple[jax.Array, jax.Array]:
         """What the layer writes: [T, Hkv, D] each."""

@@ -17,11 +17,14 @@ from kvjax.models.tensor_sources import TensorSource, Whole
 
 
 class CausalConv(nnx.Module):
-    """Every channel over its last `num_taps` inputs, then SiLU."""
+    """Every channel over its last `num_taps` inputs, then SiLU, or nothing where `activation` is None."""
 
-    def __init__(self, num_channels: int, num_taps: int, *, bias: bool, make: Make) -> None:
+    def __init__(
+        self, num_channels: int, num_taps: int, *, bias: bool, make: Make, activation: str | None = "silu"
+    ) -> None:
         self.weight = make.param(num_channels, num_taps, scale=num_taps**-0.5)
         self.bias = make.zeros(num_channels) if bias else None
+        self.activation = activation
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
         """By channel."""
@@ -36,4 +39,4 @@ class CausalConv(nnx.Module):
     def __call__(self, x: jax.Array, layer_name: str, cache: Any, *, array: int = 0) -> jax.Array:  # [T, C] -> [T, C]
         """The convolution, from and to the layer's array of states number `array`."""
         bias = None if self.bias is None else self.bias[...]
-        return convolve_states(cache, layer_name, x, self.weight[...], bias, array=array)
+        return convolve_states(cache, layer_name, x, self.weight[...], bias, activation=self.activation, array=array)
