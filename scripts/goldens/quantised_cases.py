@@ -20,6 +20,7 @@ from scripts.goldens.families_experts import families as families_of_experts
 from scripts.goldens.family import TINY, Family, rope
 
 Tensors = dict[str, torch.Tensor]
+FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by code
 KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "router", "bias")  # parts of names of what stays as it is
 
 
@@ -58,6 +59,15 @@ def qwen3_moe() -> Family:
     return Family(config=family.config, prompt_lengths=(45,), logits_stride=16)
 
 
+def gpt_oss() -> Family:
+    """Experts, in one tensor each projection."""
+    family = families_of_experts()["gpt_oss"]
+    config = family.config.__class__(**family.config.to_dict() | {"hidden_size": 64, "intermediate_size": 64})
+    config.num_hidden_layers = 2
+    config.layer_types = config.layer_types[:2]
+    return Family(config=config, prompt_lengths=(45,), logits_stride=16, transposed=family.transposed)
+
+
 def block_fp8(block: tuple[int, int]) -> Callable[[str, torch.Tensor], Tensors]:
     """Blocks scaled to the largest finite number of E4M3."""
 
@@ -69,6 +79,18 @@ def block_fp8(block: tuple[int, int]) -> Callable[[str, torch.Tensor], Tensors]:
         return {name: values, f"{name}_scale_inv": scale}
 
     return store
+
+
+def mxfp4(name: str, weight: torch.Tensor) -> Tensors:
+    """Experts [E, in, out] in blocks of 32 inputs, each scaled so that its largest number is between 4 and 6."""
+    if "experts" not in name:
+        return {name: weight.to(torch.bfloat16)}
+    groups = weight.transpose(1, 2).reshape(weight.shape[0], weight.shape[2], -1, 32)
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1) / 6)) + 1
+    scaled = groups / torch.exp2(exponents)[..., None]
+    codes = (scaled[..., None] - FLOAT4).abs().argmin(-1).to(torch.uint8)
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    return {f"{name}_blocks": blocks, f"{name}_scales": (exponents + 127).to(torch.uint8)}
 
 
 def cases() -> dict[str, Case]:
@@ -84,6 +106,20 @@ def cases() -> dict[str, Case]:
             },
             store=block_fp8((8, 8)),
             read={"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))},
+        ),
+        "mxfp4": Case(
+            family=gpt_oss(),
+            quantization={
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn",
+                    "model.layers.*.mlp.router",
+                    "model.embed_tokens",
+                    "lm_head",
+                ],
+                "quant_method": "mxfp4",
+            },
+            store=mxfp4,
+            read={"quantization_config": transformers.Mxfp4Config(dequantize=True)},
         ),
     }
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.quantised.block_fp8 import block_fp8
+from kvjax.models.quantised.mxfp4 import mxfp4
 from kvjax.models.quantised.scheme import Scheme
 
 _SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "fp8": block_fp8,
+    "mxfp4": mxfp4,
 }
 QUANT_METHODS = tuple(_SCHEMES)  # that are read
 UNNAMED = "an unnamed method"

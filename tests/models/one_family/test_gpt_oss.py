@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,12 +11,11 @@ from flax import nnx
 
 from kvjax.configs import load_model_config
 from kvjax.errors import ConfigError
-from kvjax.models import ModelConfig, load_model
+from kvjax.models import ModelConfig
 from kvjax.models.config import FULL, SLIDING
 from kvjax.models.decoders.gpt_oss import GptOssExperts
 from kvjax.models.layers.make import Make
 from tests.models.configs import llama_dict
-from tests.models.golden_models import model_folder
 
 
 def gpt_oss_dict(**changes: Any) -> dict[str, Any]:
@@ -59,16 +55,6 @@ def test_the_file_on_the_hub_says_what_its_defaults_do() -> None:
 def test_configs_that_cannot_be_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         ModelConfig.from_dict(gpt_oss_dict(**changes))
-
-
-def test_quantised_experts_are_refused_with_what_is_supported(tmp_path: Path) -> None:
-    shutil.copytree(model_folder("gpt_oss"), tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(
-        NotImplementedError, match=r"got weights quantised by mxfp4: take a release of the model in bfloat16"
-    ):
-        load_model(tmp_path)
 
 
 def test_experts_are_those_of_the_paper_one_token_and_expert_at_a_time() -> None:

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from kvjax.models import load_model
 from tests.models.golden_models import model_folder
 
 Arrays = dict[str, np.ndarray]
 PROJECTION = "model.layers.1.mlp.up_proj"  # float32[96, 64] of the tiny Llama
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"  # float32[8, 32, 64] of the tiny GPT-OSS
 
 
-def write_quantised(
-    folder: Path,
-    quantization: dict[str, Any],
-    parts: Arrays,  # by the rest of the name behind `PROJECTION`; in place of its weight
-) -> Path:
-    """The tiny Llama with one projection quantised."""
-    shutil.copytree(model_folder("llama"), folder, dirs_exist_ok=True)
+def write_quantised(folder: Path, quantization: dict[str, Any], parts: Arrays) -> Path:
+    """The tiny Llama with one projection quantised; `parts` by the rest of their names behind `PROJECTION`."""
+    return _written(
+        folder, "llama", quantization, f"{PROJECTION}.weight", {PROJECTION + end: x for end, x in parts.items()}
+    )
+
+
+def write_quantised_experts(folder: Path, quantization: dict[str, Any], parts: Arrays) -> Path:
+    """The tiny GPT-OSS with one projection of its experts quantised; `parts` as above, behind `EXPERTS`."""
+    return _written(folder, "gpt_oss", quantization, EXPERTS, {EXPERTS + end: x for end, x in parts.items()})
+
+
+def _written(folder: Path, model: str, quantization: dict[str, Any], replaced: str, parts: Arrays) -> Path:
+    shutil.copytree(model_folder(model), folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     tensors = load_file(folder / "model.safetensors")
-    del tensors[f"{PROJECTION}.weight"]
-    save_file(
-        tensors | {PROJECTION + end: np.array(x, order="C") for end, x in parts.items()}, folder / "model.safetensors"
-    )
+    del tensors[replaced]
+    tensors |= {name: np.array(part, order="C") for name, part in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def projection_of(load: Callable[..., Any], folder: Path, dtype: str = "float32") -> np.ndarray:  # [96, 64]
+def loaded_projection(folder: Path, dtype: str = "float32") -> np.ndarray:  # [96, 64]
     """The projection as it is loaded."""
-    return np.asarray(load(folder, dtype).module.layers[1].mlp.up_proj.kernel[...]).T
+    module: Any = load_model(folder, dtype).module
+    return np.asarray(module.layers[1].mlp.up_proj.kernel[...]).T

@@ -13,8 +13,7 @@ import pytest
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import load_model
 from kvjax.models.quantised.bits import float4, float8, power_of_two
-from tests.models.quantised.checkpoints import PROJECTION, write_quantised
-from tests.models.quantised.checkpoints import projection_of as loaded
+from tests.models.quantised.checkpoints import PROJECTION, loaded_projection, write_quantised
 
 FINITE = np.asarray([byte for byte in range(256) if byte & 0x7F != 0x7F], np.uint8)
 
@@ -69,7 +68,7 @@ def test_an_element_is_its_number_times_the_scale_of_its_block(tmp_path: Path, d
     for row, column in np.ndindex(96, 64):
         number = np.float32(number_of(int(weight[row, column].view(np.uint8))))
         expected[row, column] = number * np.float32(scale[row // 40, column // 24])
-    np.testing.assert_array_equal(loaded(load_model, folder, dtype), expected.astype(jnp.dtype(dtype)))
+    np.testing.assert_array_equal(loaded_projection(folder, dtype), expected.astype(jnp.dtype(dtype)))
 
 
 @pytest.mark.parametrize("end", [".weight_scale_inv", ".weight_scale"])
@@ -79,7 +78,7 @@ def test_one_scale_may_be_for_all_of_a_tensor(tmp_path: Path, end: str, shape: t
     weight, scale = drawn((96, 64)), np.full(shape, 0.0123, np.float32)
     parts = {".weight": weight, end: scale, ".activation_scale": scale, ".input_scale": scale}
     folder = write_quantised(tmp_path, fp8(weight_block_size=None), parts)
-    np.testing.assert_array_equal(loaded(load_model, folder), weight.astype(np.float32) * np.float32(0.0123))
+    np.testing.assert_array_equal(loaded_projection(folder), weight.astype(np.float32) * np.float32(0.0123))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e8m0fnu, np.uint8])
@@ -90,7 +89,7 @@ def test_four_bit_floats_have_a_power_of_two_for_32_of_a_row(tmp_path: Path, dty
     exponents = random.integers(110, 130, (96, 2), np.uint8)
     parts = {".weight": weight.view(np.int8), ".scale": exponents.view(dtype)}
     numbers = float4(weight).reshape(96, 2, 32) * np.exp2(exponents.astype(np.float32) - 127)[:, :, None]
-    np.testing.assert_array_equal(loaded(load_model, write_quantised(tmp_path, fp8(), parts)), numbers.reshape(96, 64))
+    np.testing.assert_array_equal(loaded_projection(write_quantised(tmp_path, fp8(), parts)), numbers.reshape(96, 64))
 
 
 SCALE = np.ones((3, 3), np.float32)
