@@ -80,11 +80,16 @@ class StoredTensor:
             return None
         return f"expected one of {', '.join(PLAIN_DTYPES)}, got {self.dtype} without scales beside it"
 
-    def read(self) -> np.ndarray:
-        """The tensor."""
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of what is read."""
         if self.dtype not in _DTYPES:
             raise CheckpointError(f"{self.name}: expected one of {', '.join(_DTYPES)}, got {self.dtype}")
-        dtype = _DTYPES[self.dtype]
+        return _DTYPES[self.dtype]
+
+    def read(self) -> np.ndarray:
+        """The tensor."""
+        dtype = self.numpy_dtype
         num_bytes = int(np.prod(self.shape, dtype=np.int64)) * dtype.itemsize
         self.file.seek(self.offset_bytes)
         data = np.fromfile(self.file, np.uint8, num_bytes)

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
 
 from scripts.goldens.families_experts import families as families_of_experts
 from scripts.goldens.family import TINY, Family, rope
@@ -93,6 +96,70 @@ def mxfp4(name: str, weight: torch.Tensor) -> Tensors:
     return {f"{name}_blocks": blocks, f"{name}_scales": (exponents + 127).to(torch.uint8)}
 
 
+def compressed(
+    args: dict[str, Any], form: str, scale_dtype: torch.dtype = torch.bfloat16
+) -> Callable[[str, torch.Tensor], Tensors]:
+    """As compressed-tensors itself compresses a module."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args), format=form)
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def store(name: str, weight: torch.Tensor) -> Tensors:
+        scale, zero_point = calculate_qparams(*extremes(weight, args), scheme.weights)
+        state = {"weight": weight, "weight_scale": scale.to(scale_dtype), "weight_zero_point": zero_point}
+        stem = name.removesuffix("weight")
+        return {stem + key: value.contiguous() for key, value in compressor.compress(state, scheme).items()}
+
+    return store
+
+
+def extremes(weight: torch.Tensor, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest number of each part that has one scale."""
+    match args["strategy"]:
+        case "tensor":
+            return weight.min().reshape(1), weight.max().reshape(1)
+        case "channel":
+            return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        case _:
+            groups = weight.unflatten(1, (-1, args["group_size"]))
+            return groups.amin(-1), groups.amax(-1)
+
+
+def compressed_case(args: dict[str, Any], form: str, activations: dict[str, Any] | None = None) -> Case:
+    """One group of modules, all but the output head."""
+    group = {"targets": ["Linear"], "weights": args, "input_activations": activations, "output_activations": None}
+    return Case(
+        family=llama(),
+        quantization={
+            "config_groups": {"group_0": group},
+            "format": form,
+            "global_compression_ratio": None,
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+        },
+        store=compressed(args, form),
+        read={"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)},
+    )
+
+
+DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def compressed_cases() -> dict[str, Case]:
+    """Formats of compressed-tensors, by what is rounded how."""
+    int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+    int8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    return {
+        "ct_int4_asymmetric": compressed_case(int4, "pack-quantized"),
+        "ct_int8": compressed_case(int8, "int-quantized", DYNAMIC),
+        "ct_int8_packed": compressed_case(int8, "pack-quantized"),
+        "ct_fp8": compressed_case(fp8, "float-quantized", DYNAMIC | {"type": "float"}),
+        "ct_fp8_tensor": compressed_case(fp8 | {"strategy": "tensor"}, "naive-quantized"),
+    }
+
+
 def cases() -> dict[str, Case]:
     """Every case by its name."""
     return {
@@ -121,6 +188,7 @@ def cases() -> dict[str, Case]:
             store=mxfp4,
             read={"quantization_config": transformers.Mxfp4Config(dequantize=True)},
         ),
+        **compressed_cases(),
     }
 
 

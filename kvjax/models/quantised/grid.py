@@ -8,6 +8,8 @@ channels and groups in an order of their own are one thing.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ import numpy as np
 
 from kvjax.errors import CheckpointError
 from kvjax.models.quantised.bits import power_of_two
+from kvjax.models.quantised.scheme import Misfit
 from kvjax.models.tensor_files import StoredTensor
 
 PIECE = 1 << 21  # numbers in float32 at a time
@@ -49,7 +52,11 @@ class Grid:
     def spread(self, values: np.ndarray, part: slice) -> np.ndarray:  # [R, C] -> what broadcasts over [rows, columns]
         """The value of each element of the matrix's rows of `part`."""
         own = values[self.rows[part]]
-        return own if values.shape[1] == 1 else own[:, self.columns]
+        return own if values.shape[1] == 1 or self._has_own_columns else own[:, self.columns]
+
+    @functools.cached_property
+    def _has_own_columns(self) -> bool:
+        return np.array_equal(self.columns, np.arange(len(self.columns)))
 
     def product(
         self,
@@ -57,16 +64,35 @@ class Grid:
         scale: np.ndarray,  # float32[R, C]
         zero: np.ndarray | None,  # float32[R, C]
         dtype: np.dtype[Any],
+        through: np.dtype[Any] | None = None,
     ) -> np.ndarray:  # [num_rows, num_columns] in `dtype`
-        """`(values - zero) * scale`."""
+        """`(values - zero) * scale`, first rounded to `through` where that is not None."""
 
         def piece(part: slice) -> np.ndarray:
             values = values_of(part)
             if zero is not None:
                 values = values - self.spread(zero, part)
-            return values * self.spread(scale, part)
+            product = values * self.spread(scale, part)
+            return product if through is None or through == product.dtype else product.astype(through)
 
         return in_pieces((len(self.rows), len(self.columns)), dtype, piece)
+
+
+def check_blocks(scale: StoredTensor, shape: tuple[int, ...], block: tuple[int, int]) -> None:
+    """Checks that `scale` has a number for each block of the last two dimensions of a tensor of `shape`.
+
+    Raises:
+        Misfit: it has another shape.
+    """
+    *outer, rows, columns = shape
+    expected = (*outer, -(-rows // block[0]), -(-columns // block[1]))
+    is_one = math.prod(expected) == math.prod(scale.shape) == 1
+    is_vector = block[1] >= columns and not outer and scale.shape == expected[:1]
+    if scale.shape != expected and not is_one and not is_vector:
+        raise Misfit(
+            f"expected {scale.name} of shape {expected}, for blocks of {block[0]} x {block[1]} in {shape}, got "
+            f"{scale.shape}"
+        )
 
 
 def read_scale(part: StoredTensor, role: str = "scale") -> np.ndarray:  # float32 of its shape
@@ -86,4 +112,4 @@ def read_scale(part: StoredTensor, role: str = "scale") -> np.ndarray:  # float3
     return values
 
 
-__all__ = ["PIECE", "Grid", "block_of", "in_pieces", "read_scale"]
+__all__ = ["PIECE", "Grid", "block_of", "check_blocks", "in_pieces", "read_scale"]

@@ -29,12 +29,7 @@ class Mxfp4Layout(Layout):
 
     blocks: StoredTensor
     scales: StoredTensor
-
-    @property
-    def shape(self) -> Shape:
-        """[E, in, out]."""
-        experts, outputs, groups, _ = self.blocks.shape
-        return (experts, groups * BLOCK_BYTES * 2, outputs)
+    shape: Shape  # [E, in, out]
 
     def dequantise(self, dtype: np.dtype[Any]) -> np.ndarray:
         """The numbers times their powers of two, which is exact in float32."""
@@ -63,7 +58,9 @@ class Mxfp4(Scheme):
         blocks = part_of(parts, "blocks", "scales", ("U8",))
         if len(blocks.shape) != 4 or blocks.shape[-1] != BLOCK_BYTES:
             raise Misfit(f"expected {blocks.name} of four dimensions, the last {BLOCK_BYTES}, got shape {blocks.shape}")
-        return Mxfp4Layout(blocks, part_of(parts, "scales", "blocks", ("U8",), blocks.shape[:-1]))
+        scales = part_of(parts, "scales", "blocks", ("U8",), blocks.shape[:-1])
+        experts, outputs, groups, _ = blocks.shape
+        return Mxfp4Layout(blocks, scales, (experts, groups * BLOCK_BYTES * 2, outputs))
 
 
 def mxfp4(config: Mapping[str, Any], where: str) -> Mxfp4:

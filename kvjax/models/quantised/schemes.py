@@ -10,11 +10,16 @@ from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.quantised.block_fp8 import block_fp8
+from kvjax.models.quantised.compressed_tensors import compressed_tensors
 from kvjax.models.quantised.mxfp4 import mxfp4
+from kvjax.models.quantised.packed_rows import awq, gptq
 from kvjax.models.quantised.scheme import Scheme
 
 _SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
+    "awq": awq,
+    "compressed-tensors": compressed_tensors,
     "fp8": block_fp8,
+    "gptq": gptq,
     "mxfp4": mxfp4,
 }
 QUANT_METHODS = tuple(_SCHEMES)  # that are read
