@@ -184,6 +184,8 @@ def compressed_tensors(config: Mapping[str, Any], where: str) -> CompressedTenso
                 f"{name!r}: save the model in one of those, or dequantised"
             )
     sparsity, rotations = config.get("sparsity_config") or {}, config.get("transform_config") or {}
+    if not isinstance(sparsity, Mapping) or not isinstance(rotations, Mapping):
+        raise ConfigError(f"{where}: expected 'sparsity_config' and 'transform_config' as objects")
     if sparsity.get("format", "dense") != "dense" or rotations.get("config_groups"):
         raise NotImplementedError(
             f"{where}: expected weights that are quantised only, got a sparsity_config or transform_config of "

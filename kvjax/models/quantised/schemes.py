@@ -36,7 +36,7 @@ def scheme_of(data: Mapping[str, Any], where: str) -> Scheme | None:
     config = quantization_config(data, where)
     if not config:
         return None
-    method = config.get("quant_method", UNNAMED)
+    method = str(config.get("quant_method", UNNAMED))
     if method not in _SCHEMES:
         raise NotImplementedError(
             f"{where}: expected weights as they are, or quantised by {', '.join(_SCHEMES)}, got weights quantised by "
