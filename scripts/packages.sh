@@ -17,7 +17,7 @@ try_out() { # a package, in a folder of its own
     export JAX_PLATFORMS=cpu
     venv/bin/python -c 'import sys, kvjax.core; assert "jax" not in sys.modules; import kvjax.engine, kvjax.nnx'
     venv/bin/kvjax plan llama-3-8b --memory 10GiB >/dev/null
-    venv/bin/kvjax generate --prompt "The try statement" --max-tokens 4 --no-plot --no-compilation-cache >/dev/null
+    venv/bin/kvjax generate --prompt "The try statement" --max-tokens 4 --no-compilation-cache >/dev/null
     echo "installs and runs: $(basename "$1")"
 }
 

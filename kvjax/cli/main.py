@@ -16,11 +16,15 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from kvjax import __version__
 from kvjax.cli.parser import OneLineParser
 from kvjax.cli.running.interrupts import INTERRUPTED
+from kvjax.cli.running.output_files import check_files
+from kvjax.cli.running.standard_output import StandardOutput, drop_output
 from kvjax.errors import KVCacheError
+from kvjax.extras import require_extra
 
 COMMANDS = {
     "generate": "continue prompts with a model: continuous batching over paged, prefix-cached KV",
@@ -29,30 +33,51 @@ COMMANDS = {
     "check": "run every op on this machine's devices against what it must give",
     "launch": "run a program in several processes of one computation, all again when one of them fails",
     "plan": "how many blocks and requests fit in a memory budget, and why",
+    "completion": "what a shell evaluates so that its Tab key knows these commands and their options",
 }
+
+NOTHING_ALONE = ("replay", "launch", "plan", "completion")  # commands that need to be told something
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's own); returns the exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = _asked(sys.argv[1:] if argv is None else list(argv))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows the rest
     try:
-        args = _parser(argv).parse_args(argv)
-        status = _run(args)
+        parser, commands = _parsers(argv)
+        _complete(parser)
+        args = parser.parse_args(argv)
+        command = commands[args.command]
+        with redirect_stdout(StandardOutput(sys.stdout, goes_on=bool(command.outputs_of(args)))):
+            status = _run(args, command)
     except KeyboardInterrupt:
         status = INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output(sys.stdout)
         return 0
     if status == INTERRUPTED:
         print("kvjax: interrupted", file=sys.stderr)
     return status
 
 
-def _run(args: argparse.Namespace) -> int:
-    """The named command's exit status, its errors and warnings shown."""
+def _complete(parser: OneLineParser) -> None:
+    """Answers a shell that asks how a command line may go on, and ends the process; else nothing."""
+    if "_ARGCOMPLETE" in os.environ:
+        require_extra("argcomplete", "cli", "completing command lines").autocomplete(parser)
+
+
+def _asked(argv: list[str]) -> list[str]:
+    """The command line with the help that is asked for by name, or by a command that does nothing alone."""
+    if argv[:1] == ["help"]:
+        return [*argv[1:2], "--help"]
+    return [*argv, "--help"] if not argv or (len(argv) == 1 and argv[0] in NOTHING_ALONE) else argv
+
+
+def _run(args: argparse.Namespace, command: OneLineParser) -> int:
+    """The command's exit status, its errors and warnings shown."""
     try:
+        check_files(command.outputs_of(args), command.inputs_of(args))
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"kvjax: warning: {message}", file=sys.stderr)  # type: ignore[assignment]
             status = importlib.import_module(f"kvjax.cli.commands.{args.command}").run(args) or 0
@@ -67,20 +92,23 @@ def _run(args: argparse.Namespace) -> int:
         return 2
 
 
-def _parser(argv: Sequence[str]) -> OneLineParser:
-    """The whole parser; of the commands only those that `argv` names get their arguments, for a quick start."""
+def _parsers(argv: Sequence[str]) -> tuple[OneLineParser, dict[str, OneLineParser]]:
+    """The whole parser, and those of commands; only those that `argv` names get arguments, for a quick start."""
     parser = OneLineParser(
         prog="kvjax", description="Paged, prefix-cached KV memory: generate with it, replay traces, plan it."
     )
     parser.add_argument("--version", action="version", version=f"kvjax {__version__}")
     parser.add_argument("--debug", action="store_true", help="show a traceback where an error occurs")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands: dict[str, OneLineParser] = {}
+    named = {*argv, *os.environ.get("COMP_LINE", "").split()}  # the line that a shell asks about
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        command = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        if name in argv:
+        if name in named:
             importlib.import_module(f"kvjax.cli.commands.{name}").add_arguments(command)
-    return parser
+        commands[name] = command
+    return parser, commands
 
 
 def _one_line(error: BaseException) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,53 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     out = capsys.readouterr().out
     assert all(f"    {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage"),
+    [
+        ([], "usage: kvjax [-h]"),
+        (["help"], "usage: kvjax [-h]"),
+        (["help", "plan"], "usage: kvjax plan [-h]"),
+        (["plan"], "usage: kvjax plan [-h]"),
+        (["replay"], "usage: kvjax replay [-h]"),
+    ],
+)
+def test_help_is_shown_where_it_is_asked_for_and_where_nothing_can_be_done(
+    argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(argv)
+    assert capsys.readouterr().out.startswith(usage)
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"), [(["pln"], "plan"), (["plan", "qwen3-8b", "--memry=8GiB"], "--memory"), (["bnech"], "bench")]
+)
+def test_what_may_be_meant_is_said(argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert f"; did you mean {meant}? (see kvjax" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [("kvjax pl", "plan"), ("kvjax plan qwen3-8b --mem", "--memory"), ("kvjax plan q --platform t", "tpu")],
+)
+def test_a_shell_is_told_how_a_line_may_go_on(line: str, offered: str, tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    path = tmp_path / "offered"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(path), "_ARGCOMPLETE_IFS": "\n"}
+    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+    subprocess.run([sys.executable, "-m", "kvjax"], check=True, env=os.environ | asked)
+    assert offered in path.read_text().split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_its_code(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("argcomplete")
+    assert main(["completion", shell]) == 0
+    assert "kvjax" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [["--debug", "plan", "gpt"], ["plan", "gpt", "--debug"]])
@@ -56,11 +105,54 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert result.stderr == ""
 
 
+def test_files_are_written_whatever_the_pipe_does(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    command = f"{sys.executable} -m kvjax plan qwen3-8b --memory 8GiB --json {path} | true"
+    result = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True)
+    assert result.stderr == ""
+    assert json.loads(path.read_text())["model"] == "qwen3-8b"
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [(["--json", "/dev/full"], "/dev/full"), ([], "standard output")],
+)
+def test_a_full_disk_is_named(argv: list[str], name: str) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    command = [sys.executable, "-m", "kvjax", "plan", "qwen3-8b", "--memory", "8GiB", *argv]
+    with open(os.devnull if argv else "/dev/full", "w") as output:
+        result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == f"kvjax plan: error: [Errno 28] No space left on device: '{name}'\n"
+
+
+@pytest.mark.parametrize("option", ["--write", "--json", "--record"])
+def test_an_input_is_not_overwritten(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By whatever name."""
+    trace, link = tmp_path / "trace.jsonl", tmp_path / "link"
+    trace.write_text('{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [0]}\n')
+    before = trace.read_bytes()
+    link.symlink_to(trace)
+    for output in (trace, link):
+        assert main(["replay", str(trace), "--num-blocks", "99", option, str(output)]) == 2
+        assert f"expected {option} with a file that is not read, got {output}" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
+def test_two_outputs_need_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / "out"), str(tmp_path / "." / "out")]
+    argv = ["replay", "--generate", "chat", "--num-blocks", "99", "--json", paths[0], "--record", paths[1]]
+    assert main(argv) == 2
+    assert "expected a file of its own for --json and --record" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_the_terminal_cannot_show_is_replaced() -> None:
     code = (
         "import sys; from unittest import mock; from kvjax.cli.main import main; "
         "run = lambda args: print('\u2588 held'); "
-        "sys.exit(mock.patch('kvjax.cli.commands.plan.run', run)(main)(['plan']))"
+        "sys.exit(mock.patch('kvjax.cli.commands.plan.run', run)(main)(['plan', 'qwen3-8b']))"
     )
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=environment)
@@ -88,9 +180,10 @@ def test_argument_types_accept() -> None:
 @pytest.mark.parametrize(
     ("argv", "program", "message"),
     [
-        ([], "kvjax", "the following arguments are required: COMMAND"),
         (["paint"], "kvjax", "argument COMMAND: invalid choice: 'paint' (choose from "),
-        (["plan", "qwen3-8b", "--memry", "8GiB"], "kvjax", "unrecognized arguments: --memry 8GiB"),
+        (["pln"], "kvjax", "argument COMMAND: invalid choice: 'pln' (choose from "),
+        (["plan", "qwen3-8b", "--memry", "8GiB"], "kvjax plan", "unrecognized arguments: --memry 8GiB; did you mean "),
+        (["plan", "qwen3-8b", "--mem", "8GiB"], "kvjax plan", "unrecognized arguments: --mem 8GiB"),
         (["plan", "--memory"], "kvjax plan", "argument --memory: expected one argument"),
         (["plan", "--json", "/nowhere/x"], "kvjax plan", "argument --json: expected a file in a folder that exists, "),
         (["replay", "--policy", "best"], "kvjax replay", "argument --policy: invalid choice: 'best' (choose from "),
@@ -100,7 +193,7 @@ def test_argument_types_accept() -> None:
             "kvjax generate",
             "argument --memory: not allowed",
         ),
-        (["generate", "--no-such"], "kvjax", "unrecognized arguments: --no-such"),
+        (["generate", "--no-such"], "kvjax generate", "unrecognized arguments: --no-such"),
     ],
 )
 def test_a_command_line_that_cannot_be_is_one_line_and_status_2(

@@ -52,7 +52,7 @@ def test_a_shared_store_is_said_by_an_address_or_a_file_that_has_it(tmp_path: Pa
 def test_a_run_finds_what_another_put_into_a_shared_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_token_ids": list(range(1, 40)), "name": "a"}) + "\n")
-    command = ["generate", "--no-plot", "--model", str(model_folder("gemma3")), "--block-size", "8", "-q"]
+    command = ["generate", "--model", str(model_folder("gemma3")), "--block-size", "8", "-q"]
     command += ["--prompts", str(prompts), "--max-tokens", "4", "--shared-cache", (tmp_path / "store").as_uri()]
     cached = []
     for number in range(2):
@@ -65,7 +65,7 @@ def test_a_run_finds_what_another_put_into_a_shared_folder(capsys: pytest.Captur
 def test_a_run_beside_a_dead_store_says_so_and_generates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_token_ids": list(range(1, 40)), "name": "a"}) + "\n")
-    command = ["generate", "--no-plot", "--model", str(model_folder("gemma3")), "--block-size", "8", "-q"]
+    command = ["generate", "--model", str(model_folder("gemma3")), "--block-size", "8", "-q"]
     command += ["--prompts", str(prompts), "--max-tokens", "4", "--shared-cache", "redis://:secret@127.0.0.1:1"]
     assert main(command) == 0
     captured = capsys.readouterr()
@@ -79,7 +79,7 @@ def test_a_folder_is_refused_where_another_length_turns_keys_otherwise(
     """Long rope has other factors from its original length on, here 32."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_token_ids": list(range(1, 20)), "name": "a"}) + "\n")
-    command = ["generate", "--no-plot", "--model", str(model_folder("phi3_longrope"))]
+    command = ["generate", "--model", str(model_folder("phi3_longrope"))]
     command += ["--prompts", str(prompts), "--max-tokens", "4", "--disk-cache", str(tmp_path / "disk")]
     codes = [main([*command, "--max-model-len", length]) for length in ("32", "128")]
     assert codes == [0, 2]

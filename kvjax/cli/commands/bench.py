@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -31,7 +30,7 @@ from kvjax.cli.options.pool_size import ample_blocks
 from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
 from kvjax.cli.options.types import non_negative_int, positive_int
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
-from kvjax.cli.running.output_files import output_file
+from kvjax.cli.running.output_files import output_file, write_json
 from kvjax.cli.running.progress import progress
 from kvjax.cli.running.start_up import add_start_arguments, start_jax
 from kvjax.core.spec import cdiv
@@ -118,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         settings = {"model": "demo" if args.model is None else str(args.model), "weights": model.config.dtype}
         report = {"config": settings | {"devices": args.devices, **asdict(engine.config)}, **bench_json(result)}
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report["interrupted"] = len(runs) < args.runs
+        write_json(args.json, report, indent=1)
         print(f"\nReport written to {args.json}")
     return 0 if len(runs) == args.runs else INTERRUPTED
 

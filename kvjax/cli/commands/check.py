@@ -6,7 +6,6 @@ Flow:    ops that have cases -> [run] -> a row each on stdout, --json FILE -> 1 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 
 from kvjax.cli.options.types import non_negative_int, positive_float
-from kvjax.cli.running.output_files import output_file
+from kvjax.cli.running.output_files import output_file, write_json
 from kvjax.cli.running.start_up import check_platform
 from pallas_kernels.cases.case import Case
 from pallas_kernels.cases.find import case_types
@@ -85,7 +84,7 @@ class Report:
         """Writes the JSON that was asked for."""
         if self.path is not None:
             rows = [asdict(row) for row in self.rows]
-            self.path.write_text(json.dumps(self.about | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+            write_json(self.path, self.about | {"rows": rows}, indent=1)
 
     def ran_right(self, types: Mapping[str, type[Case]]) -> dict[str, list[str]]:
         """Names of the functions by backend, of ops whose case was right."""

@@ -9,8 +9,6 @@ first unfinished one live, the others as soon as it is their turn.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from collections import Counter
@@ -33,7 +31,7 @@ from kvjax.cli.options.speculation import add_speculation_arguments, read_specul
 from kvjax.cli.options.tiers import add_tier_arguments, read_tiers
 from kvjax.cli.options.types import positive_int
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
-from kvjax.cli.running.output_files import has_matplotlib, output_file, require_matplotlib
+from kvjax.cli.running.output_files import output_file, plot_file, require_matplotlib, write_json
 from kvjax.cli.running.progress import progress
 from kvjax.cli.running.start_up import add_start_arguments, start_jax
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
@@ -55,16 +53,16 @@ if TYPE_CHECKING:
 
 SETTINGS = ("enable_prefix_caching", "sub_block_hits", "idle_state_dtype", "state_block_size", "ring_tokens")
 RULES = ("eviction_policy",)  # what a release of vLLM decides
-DEFAULT_PLOT = Path("kvjax-generate.png")
 MAX_BUCKETS = 8  # compiling a step takes a second or so; a run from the command line is short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax generate`."""
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="prompts (default: those of the demo)")
     what = parser.add_argument_group("what to generate")
     what.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the demo model)")
     what.add_argument("--dtype", choices=WEIGHT_DTYPES, help="of weights and cache (default: the checkpoint's own)")
-    what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt that begins with a dash, say")
     what.add_argument(
         "--prompts",
         type=Path,
@@ -106,11 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
     out.add_argument("--miss-reasons", action="store_true", help="say why prompt tokens were not found cached")
     out.add_argument("--json", type=output_file, metavar="FILE", help="write requests, steps and totals")
-    plot = out.add_mutually_exclusive_group()
-    plot.add_argument(
-        "--plot", type=output_file, metavar="FILE", help=f"PNG of the pools ({DEFAULT_PLOT}, with matplotlib)"
-    )
-    plot.add_argument("--no-plot", action="store_true", help="write no PNG")
+    out.add_argument("--plot", type=plot_file, metavar="FILE", help="draw the pools over the run (png, pdf, svg)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,9 +115,10 @@ def run(args: argparse.Namespace) -> int:
         ConfigError, CheckpointError: the folder holds no model that can be loaded.
         MissingExtraError: an optional dependency that was asked for is not installed.
     """
-    prompts = read_prompts(args.prompt, args.prompts)
+    prompts = read_prompts([*args.texts, *(args.prompt or ())], args.prompts)
     samples = samples_of(prompts, args.n)
-    plot_path = _plot_path(args)
+    if args.plot is not None:
+        require_matplotlib("--plot")
     speculative = read_speculation(args)
     params = read_sampling(args, len(prompts))
     model, mesh = _load(args)
@@ -154,8 +149,8 @@ def run(args: argparse.Namespace) -> int:
         engine.connector.close()
     num_aborted = sum(result.finish_reason is FinishReason.ABORT for result in results.values())
     if num_aborted:
-        print(f"interrupted when {len(results) - num_aborted:,} of {count_of(len(results), 'request')} had ended\n")
-    _report(engine, results, printer.texts, wall_s, args, plot_path)
+        print(f"interrupted after {len(results) - num_aborted:,} of {count_of(len(results), 'request')}\n")
+    _report(engine, results, printer.texts, wall_s, args)
     return INTERRUPTED if num_aborted else 0
 
 
@@ -165,16 +160,6 @@ def _save_cache(engine: LLMEngine) -> None:
         engine.save_cache()
     except TierDataError as error:
         print(f"kvjax: {error}", file=sys.stderr)
-
-
-def _plot_path(args: argparse.Namespace) -> Path | None:
-    """Where the PNG goes; None: no plot. One that nobody asked for is left out where it cannot be drawn or written."""
-    if args.no_plot:
-        return None
-    if args.plot is not None:
-        require_matplotlib("--plot")
-        return args.plot
-    return DEFAULT_PLOT if has_matplotlib() and os.access(DEFAULT_PLOT.parent, os.W_OK) else None
 
 
 def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
@@ -333,7 +318,6 @@ def _report(
     texts: dict[str, str],
     wall_s: float,
     args: argparse.Namespace,
-    plot_path: Path | None,
 ) -> None:
     steps = list(engine.step_stats)
     print(request_table(results), end="\n\n")
@@ -343,11 +327,11 @@ def _report(
         print("", miss_table(sums["hit_tokens"], sums["missed_tokens"]), sep="\n")
     for pool in engine.plan.pools:
         print(f"\nPool {pool.pool_id} over time", *pool_picture(steps, pool.pool_id), sep="\n")
-    if plot_path is not None:
-        save_pool_plot(steps, plot_path)
-        print(f"\nPlot written to {plot_path}")
+    if args.plot is not None:
+        save_pool_plot(steps, args.plot)
+        print(f"\nPlot written to {args.plot}")
     if args.json is not None:
         config = {"model": "demo" if args.model is None else str(args.model), **asdict(engine.config)}
         report = report_json(results, texts, steps, wall_s, config)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, report, indent=1)
         print(f"Report written to {args.json}")

@@ -6,14 +6,13 @@ Flow:    arguments over a deployment's TOML -> [run] -> kvjax.planning.plan_kv_c
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from math import gcd, lcm
 
 from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.cli.options.replay import add_load_arguments, add_reading_arguments, reading_of
 from kvjax.cli.options.types import int_list, positive_int
-from kvjax.cli.running.output_files import output_file
+from kvjax.cli.running.output_files import output_file, write_json
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.core import KVCacheManager, KVCacheSpec
 from kvjax.errors import ConfigError
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     _make_manager(plan)
     if args.json is not None:
         values = {"model": deployment.model, **plan_json(plan, lengths)}
-        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, values)
     return 0
 
 

@@ -6,7 +6,6 @@ Flow:    arguments -> [run] -> kvjax.replay.run_replay -> text, JSON, plots; of 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from kvjax.cli.replay.calls import make_calls
 from kvjax.cli.replay.compare import add_compare_arguments, run_compare, wants_comparison
 from kvjax.cli.replay.replicas import add_replica_arguments, run_replicas, wants_replicas
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
-from kvjax.cli.running.output_files import output_file, require_matplotlib
+from kvjax.cli.running.output_files import output_file, plot_file, require_matplotlib, write_json, writing
 from kvjax.cli.running.progress import progress
 from kvjax.errors import ConfigError
 from kvjax.replay import ReplayConfig, result_json, result_text, run_replay, write_trace
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=output_file, metavar="FILE", help="write the result as JSON")
     output.add_argument(
-        "--plot", type=output_file, metavar="FILE", help="PNG of hits, occupancy, queue and block lifetimes"
+        "--plot", type=plot_file, metavar="FILE", help="draw hits, occupancy, queue and block lifetimes (png, pdf, svg)"
     )
     output.add_argument("--record", type=output_file, metavar="FILE", help="write the manager's calls, for --calls")
     output.add_argument(
@@ -94,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     trace, read_as = trace_of(args)
     source = _source(args, read_as)
     if args.write is not None:
-        write_trace(trace, args.write)
+        with writing(args.write):
+            write_trace(trace, args.write)
         print(f"wrote {len(trace):,} requests, {sum(r.input_length for r in trace):,} prompt tokens, to {args.write}")
         return 0
     if compares:
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{bounds_text(bounds)}")
         values["bounds"] = bounds_json(bounds)
     if args.json is not None:
-        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, values)
     if args.plot is not None:
         from kvjax.cli.replay.plot import plot_replay
 

@@ -1,6 +1,6 @@
-"""The pools over a run as a PNG: held, cached and free blocks per step, hits and released blocks below.
+"""The pools over a run as a picture: held, cached and free blocks per step, hits and released blocks below.
 
-Flow:    list of StepStats -> [save_pool_plot] -> PNG file
+Flow:    list of StepStats -> [save_pool_plot] -> PNG, PDF or SVG
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli.running.output_files import writing
 from kvjax.engine.requests.stats import StepStats
 
 HELD, CACHED, FREE, RELEASED, PREEMPTED = "#31688e", "#90c8ac", "#ebebeb", "#c96f2b", "#b02a37"
 
 
 def save_pool_plot(steps: Sequence[StepStats], path: Path) -> None:
-    """Draws `steps` into a PNG at `path`: a panel per pool, then hits, then released blocks. Needs matplotlib."""
+    """Draws `steps` into a file at `path`: a panel per pool, then hits, then released blocks. Needs matplotlib."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import MaxNLocator
 
@@ -42,7 +43,8 @@ def save_pool_plot(steps: Sequence[StepStats], path: Path) -> None:
             axis.axvline(step.step, color=PREEMPTED, lw=0.8, ls=":")
     released.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     released.set_xlim(0.5, numbers[-1] + 0.5)
-    figure.savefig(path, format="png", dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
 
 
 def _draw_pool(axis: Any, numbers: Sequence[int], steps: Sequence[StepStats], pool_id: int) -> None:

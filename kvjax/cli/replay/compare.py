@@ -22,11 +22,12 @@ from kvjax.cli.options.replay import config_of, specs_of
 from kvjax.cli.options.types import byte_size
 from kvjax.cli.replay.replicas import first_given
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
+from kvjax.cli.running.output_files import write_json
 from kvjax.cli.running.progress import progress
 from kvjax.errors import ConfigError, MemoryBudgetError
 from kvjax.replay import ReplayConfig, TraceRequest, write_trace
 from kvjax.replay.compare import BATCHES, BOUNDS, FREE_EXCHANGE, RUNS, SERIAL, bound_hits, replay_hits
-from kvjax.text import align_table
+from kvjax.text import align_table, count_of
 
 SHARES = ((SERIAL, FREE_EXCHANGE), (BATCHES, SERIAL))
 STDERR = 2  # descriptor
@@ -96,7 +97,7 @@ class Cells:
         """Writes the file."""
         if self.path is not None:
             data = {"settings": self._settings, "cells": [vars(cell) for cell in self.cells]}
-            self.path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+            write_json(self.path, data)
 
 
 def run_compare(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> int:
@@ -121,6 +122,9 @@ def run_compare(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> int:
         )
     if is_complete and args.beside is not None:
         _run_beside(table, trace, args.beside)
+    if not is_complete:
+        num_done = sum(cell.error is not None or FREE_EXCHANGE in cell.hit_tokens for cell in table.cells)
+        print(f"interrupted after {num_done} of {count_of(len(table.cells), 'cell')}; until then:")
     print(_table_text(table.cells, sum(request.input_length for request in trace)))
     return 0 if is_complete else INTERRUPTED
 

@@ -1,6 +1,6 @@
 """A replay as a picture: hits against the infinite cache, the pool, the queue, and how long blocks stay.
 
-Flow:    ReplayResult -> [plot_replay] -> PNG
+Flow:    ReplayResult -> [plot_replay] -> PNG, PDF or SVG
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.cli.running.output_files import require_matplotlib
+from kvjax.cli.running.output_files import require_matplotlib, writing
 from kvjax.replay import ReplayResult
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ def plot_replay(result: ReplayResult, path: Path, title: str) -> None:
         _plot_queue(axes[1, 0], result, minutes)
     _plot_residency(axes[1, 1], result)
     mode = "one request at a time" if result.config.serial else "continuous batching"
-    figure.suptitle(f"{title}: {mode}, blocks of {result.config.block_size} tokens")
-    figure.savefig(path, format="png")
+    part = "" if result.is_complete else f" (interrupted after {result.num_done:,} of {result.num_requests:,} requests)"
+    figure.suptitle(f"{title}: {mode}, blocks of {result.config.block_size} tokens{part}")
+    with writing(path):
+        figure.savefig(path)
 
 
 def _series(result: ReplayResult, name: str) -> np.ndarray:

@@ -6,7 +6,6 @@ Flow:    arguments -> [wants_replicas, run_replicas] -> run_fleet, run_split -> 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from kvjax.cli.options.fields import add_fields, flag_of, read_fields
 from kvjax.cli.options.replay import config_of, tiers_of
 from kvjax.cli.options.types import positive_int
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
+from kvjax.cli.running.output_files import write_json
 from kvjax.cli.running.progress import progress
 from kvjax.errors import ConfigError
 from kvjax.replay import (
@@ -112,7 +112,7 @@ def run_replicas(args: argparse.Namespace, trace: Sequence[TraceRequest], source
         text, values = _run_split(args, trace, config, *routers)
     print(text)
     if args.json is not None:
-        args.json.write_text(json.dumps(source | values, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, source | values)
     return INTERRUPTED if values["interrupted"] else 0
 
 

@@ -104,7 +104,8 @@ def fleet_text(results: Sequence[FleetResult]) -> str:
         *replica_lines(first),
     ]
     if not all(result.is_complete for result in results):
-        lines.insert(0, "interrupted; what was done until then:")
+        done = ", ".join(f"{one.num_done:,}" for one in results)
+        lines.insert(0, f"interrupted after {done} of {count_of(first.num_requests, 'request')}; until then:")
     header = ["router", "hit rate", "first token", "90 %", "99 %", "last token", "busiest / mean", "busy", "preempted"]
     rows = [_row(one) for one in values]
     if first.config.tiers is not None:

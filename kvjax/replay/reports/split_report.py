@@ -58,7 +58,11 @@ def split_text(result: SplitResult, mixed: FleetResult) -> str:
     if result.config.tiers is not None:
         lines[-1] += "; of mixed and prefill replicas"
     if values["interrupted"]:
-        lines.insert(0, f"interrupted; {result.num_done:,} and {mixed.num_done:,} requests were done until then:")
+        lines.insert(
+            0,
+            f"interrupted after {result.num_done:,} and {mixed.num_done:,} of "
+            f"{count_of(result.num_requests, 'request')}; until then:",
+        )
     header = ["from arrival to", "first token", "90 %", "second token", "90 %", "last token", "between tokens", "90 %"]
     times = align_table(header, [_times(apart, values), _times("mixed", values["mixed"])], left={0})
     sides = [

@@ -69,7 +69,7 @@ def test_the_demo_prints_text_hits_and_the_pool(capsys: pytest.CaptureFixture[st
 def test_prompts_of_a_file_and_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("A list is\n\nA dict is\n")
-    arguments = ["--prompt", "A tuple is", "--prompts", str(file), "--no-plot", "--no-prefix-caching", "--async"]
+    arguments = ["--prompt", "A tuple is", "--prompts", str(file), "--no-prefix-caching", "--async"]
     assert main(["generate", *SMALL, *arguments, "--temperature", "0.8", "--top-p", "0.9"]) == 0
     out = capsys.readouterr().out
     assert [name for name in ("prompt-1", "line-1", "line-3") if f"--- {name}" in out] == [
@@ -86,7 +86,7 @@ def test_samples_of_a_prompt_share_it(capsys: pytest.CaptureFixture[str], tmp_pa
     report = tmp_path / "report.json"
     prompts = [request.prompt for request in demo_requests()[:2]]
     texts = [argument for prompt in prompts for argument in ("--prompt", prompt)]
-    assert main(["generate", *SMALL, *texts, "--n", "3", "--temperature", "5", "--no-plot", "--json", str(report)]) == 0
+    assert main(["generate", *SMALL, *texts, "--n", "3", "--temperature", "5", "--json", str(report)]) == 0
     out, data = capsys.readouterr().out, json.loads(report.read_text())
     names = ["prompt-1", "prompt-1.1", "prompt-1.2", "prompt-2", "prompt-2.1", "prompt-2.2"]
     assert [request["name"] for request in data["requests"]] == names
@@ -119,7 +119,6 @@ def test_hits_inside_blocks_misses_and_the_policy(capsys: pytest.CaptureFixture[
         "--policy",
         "slru",
         "-q",
-        "--no-plot",
     ]
     assert main(["generate", *SMALL, *arguments, "--sub-block-hits", "--miss-reasons", "--json", str(report)]) == 0
     out, data = capsys.readouterr().out, json.loads(report.read_text())
@@ -146,7 +145,7 @@ def test_an_interrupted_run_reports_what_there_is(
     report = tmp_path / "report.json"
     prompts = ("A list is", demo_requests()[0].prompt, "A tuple is")
     texts = [argument for prompt in prompts for argument in ("--prompt", prompt)]
-    argv = ["generate", *SMALL, *texts, *mode, "--no-plot", "--ignore-eos", "--json", str(report)]
+    argv = ["generate", *SMALL, *texts, *mode, "--ignore-eos", "--json", str(report)]
     assert main(argv) == 0
     whole = json.loads(report.read_text())
     assert not whole["interrupted"]
@@ -155,7 +154,7 @@ def test_an_interrupted_run_reports_what_there_is(
     assert main(argv) == 130
     captured, data = capsys.readouterr(), json.loads(report.read_text())
     assert captured.err == "kvjax: interrupted\n"
-    assert "interrupted when 1 of 3 requests had ended" in captured.out
+    assert "interrupted after 1 of 3 requests" in captured.out
     assert data["interrupted"]
     for found, expected in zip(data["requests"], whole["requests"], strict=True):
         tokens = found["output_token_ids"]
@@ -249,7 +248,7 @@ def test_generate_and_plan_agree_on_bytes(tmp_path: Path) -> None:
 
 
 def test_quiet_runs_print_no_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", *SMALL, "--prompt", "A tuple is", "--no-plot", "-q"]) == 0
+    assert main(["generate", *SMALL, "--prompt", "A tuple is", "-q"]) == 0
     out = capsys.readouterr().out
     assert "A tuple is" not in out
     assert "prompt-1" in out
@@ -334,7 +333,7 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, content: str, message: str
 def test_what_cannot_be_is_one_line_on_stderr(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["generate", "--no-plot", *arguments]) == 2
+    assert main(["generate", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvjax generate: error: ")
     assert message in error
@@ -343,7 +342,7 @@ def test_what_cannot_be_is_one_line_on_stderr(
 
 def test_text_for_a_model_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[2] / "models" / "goldens" / "qwen3"
-    assert main(["generate", "--no-plot", "--model", str(folder), "--prompt", "A tuple is"]) == 2
+    assert main(["generate", "--model", str(folder), "--prompt", "A tuple is"]) == 2
     assert "expected prompt_token_ids in a .jsonl file, got the text 'A tuple is'" in capsys.readouterr().err
 
 
@@ -405,7 +404,7 @@ def test_text_is_printed_in_the_order_of_the_prompts(capsys: pytest.CaptureFixtu
 
 def test_text_ends_before_a_stop_string(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    arguments = ["--prompt", "A tuple is", "--no-plot", "--json", str(report), "--max-tokens", "12"]
+    arguments = ["--prompt", "A tuple is", "--json", str(report), "--max-tokens", "12"]
     assert main(["generate", *SMALL, *arguments]) == 0
     (whole,) = json.loads(report.read_text())["requests"]
     stop = whole["text"][5:8]

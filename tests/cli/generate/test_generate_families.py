@@ -44,7 +44,7 @@ def test_tokens_are_those_of_hugging_face(family: Family, tmp_path: Path, capsys
             lines.write(json.dumps(line) + "\n")
     arguments = ["--model", model_folder(family.name), "--prompts", tmp_path / "prompts.jsonl", "--dtype", "float32"]
     arguments += ["--max-tokens", 32, "--temperature", 0, "--block-size", family.block_size, "--max-num-seqs", 4]
-    arguments += ["--max-num-batched-tokens", 64, "--no-plot", "--json", tmp_path / "report.json"]
+    arguments += ["--max-num-batched-tokens", 64, "--json", tmp_path / "report.json"]
     if family.streaming is not None:
         arguments += ["--window", family.streaming.size, "--sink-tokens", family.streaming.num_sink_tokens]
     assert main(["generate", *map(str, arguments)]) == 0, capsys.readouterr().err
@@ -59,7 +59,7 @@ def test_a_window_may_keep_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixt
     folder, golden = model_folder("streaming_llm"), goldens_of("streaming_llm")[0]
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_token_ids": golden.prompt.tolist()}) + "\n")
     arguments = ["--model", folder, "--prompts", tmp_path / "prompts.jsonl", "--dtype", "float32", "--max-tokens", 40]
-    arguments += ["--temperature", 0, "--window", 8, "--keep-prompt", "--no-plot", "--json", tmp_path / "report.json"]
+    arguments += ["--temperature", 0, "--window", 8, "--keep-prompt", "--json", tmp_path / "report.json"]
     arguments += ["--max-num-seqs", 1, "--max-num-batched-tokens", 64]
     assert main(["generate", *map(str, arguments)]) == 0, capsys.readouterr().err
     assert "with the prompt and a window of 8" in capsys.readouterr().out

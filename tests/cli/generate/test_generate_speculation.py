@@ -26,7 +26,7 @@ SMALL = [
 
 
 def run(path: Path, *arguments: str) -> dict[str, Any]:
-    assert main(["generate", *SMALL, "-q", "--no-plot", "--json", str(path), *arguments]) == 0
+    assert main(["generate", *SMALL, "-q", "--json", str(path), *arguments]) == 0
     report: dict[str, Any] = json.loads(path.read_text())
     return report
 
@@ -78,7 +78,7 @@ def test_a_model_accepts_all_that_it_drafts_for_itself(capsys: pytest.CaptureFix
 def test_speculation_that_cannot_be_is_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["generate", "--no-plot", *arguments]) == 2
+    assert main(["generate", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1

@@ -259,7 +259,7 @@ def test_what_is_evicted_and_refused_is_told(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "expected a TRACE or --generate {chat,agents,documents,scan,flood}, got none"),
+        (("--num-blocks", "9"), "expected a TRACE or --generate {chat,agents,documents,scan,flood}, got none"),
         (
             ("TRACE", "--generate", "chat"),
             "expected a TRACE or --generate {chat,agents,documents,scan,flood}, got both",

@@ -97,7 +97,7 @@ def test_an_interrupt_prints_what_is_done(
     assert main(["replay", trace, *sides, *ARGUMENTS, "--json", str(path)]) == 130
     captured = capsys.readouterr()
     assert captured.err == "kvjax: interrupted\n"
-    assert "\ninterrupted; " in captured.out
+    assert "\ninterrupted after " in captured.out
     values = json.loads(path.read_text())
     assert values["interrupted"]
     assert 4 <= values["done_requests"] < values["trace_requests"] == 15

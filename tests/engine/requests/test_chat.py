@@ -187,7 +187,7 @@ def test_the_command_line_takes_chats(tmp_path: Path) -> None:
     shutil.copytree(demo_model_path(), folder)
     (folder / "chat_template.jinja").write_text(MARKED)
     file.write_text(json.dumps({"messages": MESSAGES, "name": "chat"}))
-    given = ["--prompts", str(file), "--max-tokens", "2", "--no-plot", "-q", "--json", str(out)]
+    given = ["--prompts", str(file), "--max-tokens", "2", "-q", "--json", str(out)]
     assert main(["generate", "--model", str(folder), *given]) == 0
     (told,) = json.loads(out.read_text())["requests"]
     assert told["num_prompt_tokens"] == len(chat_prompt(load_model(folder), MESSAGES).token_ids)
