@@ -43,6 +43,8 @@ OTHER_FAMILIES = (
     "lfm3",
     "whisper",
     "qwen3_vl",
+    "qwen2_5_vl",
+    "qwen2_5_vl_odd",
 )
 
 

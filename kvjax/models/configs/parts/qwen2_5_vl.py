@@ -37,6 +37,10 @@ class Qwen2_5VLConfig(TakesVectors, Qwen2Config):
         "sliding_window": 4096,
     }
     outer_keys: ClassVar[tuple[str, ...]] = ("image_token_id", "video_token_id")
+    ignored_keys: ClassVar[frozenset[str]] = frozenset(
+        ["vision_end_token_id", "vision_start_token_id", "vision_token_id"]  # of the vision model, in text as well
+    )
+    outer_ignored_keys: ClassVar[frozenset[str]] = ignored_keys | {"sliding_window"}  # of files with both forms
     tied_by: ClassVar[str] = "either"
 
     inputs: VisionInputs
