@@ -10,9 +10,10 @@ tokens are computed here. What failed is closed, so that the next pull connects 
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +36,9 @@ from kvjax.transfer.peers.wire import PULL, RELEASE, Filler, PullRequest, channe
 from kvjax.transfer.sent_request import PageWriter, SentHeader, SentRequest
 
 RELEASE_TIMEOUT_S = 5.0
+NUM_STREAMS = 2  # of a pull from one source: decryption takes a core for each connection
+LEAST_SPLIT_BYTES = 8 << 20  # of a pull that is worth several
+ALIGNMENT = 64  # bytes, of an array that XLA's CPU devices take as it is
 
 logger = logging.getLogger("kvjax.transfer")
 
@@ -81,10 +85,11 @@ class PageClient:
         self._grpc: Any = require_extra("grpc", "transfer", "a transfer between processes")
         self._key, self._timeout_s = key, timeout_s
         self._credentials = channel_credentials(self._grpc, key)
-        self._channels: dict[str, Any] = {}
+        self._channels: dict[tuple[str, int], Any] = {}  # by address and stream
         self._lock = threading.Lock()
         self._breaker = Breaker()
         self._threads = ThreadPoolExecutor(max_pulls, thread_name_prefix="kvjax-pull")
+        self._streams = ThreadPoolExecutor(max_pulls * NUM_STREAMS, thread_name_prefix="kvjax-stream")
 
     def read(self, ticket: bytes) -> Ticket:
         """What a ticket says.
@@ -126,7 +131,8 @@ class PageClient:
     def close(self) -> None:
         """Closes connections; pulls under way fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for address in list(self._channels):
+        self._streams.shutdown(wait=False, cancel_futures=True)
+        for address in {address for address, _ in self._channels}:
             self._disconnect(address)
 
     def _fetch(self, ticket: Ticket, writer: PageWriter, rank: int, calls: _Calls) -> SentRequest:
@@ -135,26 +141,24 @@ class PageClient:
         arrays = _empty(ticket.header, part)
         if part is None:
             return _on_devices(ticket.header, arrays, writer)
-        for place, source in enumerate(ticket.sources):
-            share = HeadPart(place, place + 1, len(ticket.sources))
-            into = [
-                array if heads is None else _of_share(array, heads, share, part)
-                for array, heads in arrays
-                if heads is not None or place == 0
-            ]
-            self._receive(source, PullRequest(source.offer, part, place == 0), into, calls)
+        streams = [self._streams.submit(self._receive, *one, calls) for one in _streams_of(ticket, arrays, part)]
+        done, _ = wait(streams, return_when=FIRST_EXCEPTION)
+        errors = [error for stream in done if (error := stream.exception()) is not None]
+        if errors:
+            calls.cancel()  # the other streams
+            raise errors[0]
         sent = _on_devices(ticket.header, arrays, writer)
         if not writer.spans_processes:
             self.release(ticket)
         return sent
 
     def _receive(self, source: Source, wanted: PullRequest, arrays: Sequence[np.ndarray], calls: _Calls) -> None:
-        """Fills arrays with what a source has of them."""
+        """Fills arrays with what a source has of them, over a connection of the stream's own."""
         own = [np.zeros(array.shape, array.dtype) if not array.flags.c_contiguous else array for array in arrays]
         if not any(array.size for array in own):
             return
         filler = Filler(own)
-        channel = self._channel(source.address)
+        channel = self._channel(source.address, wanted.stream)
         try:
             stream = channel.unary_stream(PULL)(wanted.to_bytes(), timeout=self._timeout_s)
             calls.add(stream)
@@ -178,26 +182,45 @@ class PageClient:
             self._disconnect(source.address)
         return TransferError(f"{source.address}: {details}")
 
-    def _channel(self, address: str) -> Any:
+    def _channel(self, address: str, stream: int = 0) -> Any:
         """The connection to a peer, or a new one."""
         with self._lock:
-            if address not in self._channels:
+            if (address, stream) not in self._channels:
                 options = channel_options(PEER_NAME)
-                self._channels[address] = self._grpc.secure_channel(address, self._credentials, options=options)
-            return self._channels[address]
+                channel = self._grpc.secure_channel(address, self._credentials, options=options)
+                self._channels[address, stream] = channel
+            return self._channels[address, stream]
 
     def _disconnect(self, address: str) -> None:
         with self._lock:
-            channel = self._channels.pop(address, None)
-        if channel is not None:
-            channel.close()
+            channels = [self._channels.pop((address, stream), None) for stream in range(NUM_STREAMS)]
+        for channel in channels:
+            if channel is not None:
+                channel.close()
 
 
 Empty = tuple[np.ndarray, range | None]  # an array, and which heads it has
 
 
+def _streams_of(
+    ticket: Ticket, arrays: list[Empty], part: HeadPart
+) -> Iterator[tuple[Source, PullRequest, list[np.ndarray]]]:
+    """What is asked of each source in each stream, and the arrays that it fills."""
+    for place, source in enumerate(ticket.sources):
+        share = HeadPart(place, place + 1, len(ticket.sources))
+        into = []
+        for array, heads in arrays:
+            own = array if heads is None else _of_share(array, heads, share, part)
+            if place == 0 if heads is None else own.shape[HEADS]:
+                into.append(own)
+        num_streams = NUM_STREAMS if sum(array.nbytes for array in into) >= LEAST_SPLIT_BYTES else 1
+        for stream in range(num_streams):
+            wanted = PullRequest(source.offer, part, place == 0, stream, num_streams)
+            yield source, wanted, into[stream::num_streams]
+
+
 def _empty(header: SentHeader, part: HeadPart | None) -> list[Empty]:
-    """Zeros for each array of the header, with the heads of this process; None: it has none."""
+    """An array to fill for each of the header, with the heads of this process; None: it has none, and gets zeros."""
     arrays: list[Empty] = []
     for layer in header.layers:
         for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True):
@@ -205,8 +228,15 @@ def _empty(header: SentHeader, part: HeadPart | None) -> list[Empty]:
             if layer.has_heads:
                 heads = range(0) if part is None else part.heads(shape[0])
             own = shape if heads is None else (len(heads), *shape[1:])
-            arrays.append((np.zeros((layer.num_entries, *own), jnp.dtype(dtype)), heads))
+            arrays.append((_aligned((layer.num_entries, *own), jnp.dtype(dtype), is_zero=part is None), heads))
     return arrays
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype, *, is_zero: bool) -> np.ndarray:
+    """An array that a CPU device takes without a copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize + ALIGNMENT
+    buffer = np.zeros(num_bytes, np.uint8) if is_zero else np.empty(num_bytes, np.uint8)
+    return np.ndarray(shape, dtype, buffer, -buffer.ctypes.data % ALIGNMENT)
 
 
 def _of_share(array: np.ndarray, heads: range, share: HeadPart, part: HeadPart) -> np.ndarray:

@@ -13,7 +13,10 @@ import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any
+
+import jax
 
 from kvjax.core import Request
 from kvjax.extras import require_extra
@@ -21,7 +24,7 @@ from kvjax.transfer.head_part import ALL, HeadPart, on_host, overlap
 from kvjax.transfer.peers.certificates import server_credentials
 from kvjax.transfer.peers.content import content_code
 from kvjax.transfer.peers.key import TransferKey
-from kvjax.transfer.peers.offers import Offers
+from kvjax.transfer.peers.offers import Offer, Offers
 from kvjax.transfer.peers.ticket import OFFER_BYTES, Source, Ticket, split_address
 from kvjax.transfer.peers.wire import PULL, RELEASE, PullRequest, chunks, server_options
 from kvjax.transfer.sent_request import SentHeader, SentRequest
@@ -40,7 +43,7 @@ class PageServer:
         public_address: str | None = None,  # what clients connect to, port 0: that of `address`; None: `address`
         offer_ttl_s: float = 120.0,  # after which entries that nobody has pulled are forgotten
         max_offer_bytes: int = 8 << 30,  # of entries that wait; the oldest are forgotten first
-        max_pulls: int = 8,  # at a time
+        max_pulls: int = 8,  # streams of pulls at a time
     ) -> None:
         """Listens from here on.
 
@@ -143,7 +146,8 @@ class _Methods:
             if offer is None:
                 context.abort(codes.NOT_FOUND, "the offer was taken, has expired, or never was")
             else:
-                yield from _stream(offer.sent, offer.share, wanted.part, with_rest=wanted.with_rest)
+                for array, heads in islice(_wanted(offer, wanted), wanted.stream, None, wanted.num_streams):
+                    yield from chunks(on_host(array, heads))
         except ValueError as error:
             context.abort(codes.INVALID_ARGUMENT, str(error))
 
@@ -160,16 +164,16 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return parts
 
 
-def _stream(sent: SentRequest, share: HeadPart, wanted: HeadPart, *, with_rest: bool) -> Iterator[bytes]:
-    """What is wanted of the entries, of whose heads this process has a share."""
-    for layer, arrays in zip(sent.header.layers, sent.arrays, strict=True):
+def _wanted(offer: Offer, wanted: PullRequest) -> Iterator[tuple[jax.Array, range | None]]:
+    """Arrays of an offer, in the order of its header, and the heads of each that are wanted; None: it has none."""
+    for layer, arrays in zip(offer.sent.header.layers, offer.sent.arrays, strict=True):
         for array in arrays:
             if layer.has_heads:
-                heads = overlap(share.heads(array.shape[1]), wanted.heads(array.shape[1]))
+                heads = overlap(offer.share.heads(array.shape[1]), wanted.part.heads(array.shape[1]))
                 if heads:
-                    yield from chunks(on_host(array, heads))
-            elif with_rest:
-                yield from chunks(on_host(array, None))
+                    yield array, heads
+            elif wanted.with_rest:
+                yield array, None
 
 
 __all__ = ["PageServer"]

@@ -35,10 +35,12 @@ class PullRequest:
     offer: bytes
     part: HeadPart  # of the heads
     with_rest: bool  # also arrays that have no heads
+    stream: int = 0  # of those that share a pull: array i of all that are wanted goes through stream i % num_streams
+    num_streams: int = 1
 
     def to_bytes(self) -> bytes:
         """CBOR."""
-        return cbor2.dumps([self.offer, list(self.part), self.with_rest])
+        return cbor2.dumps([self.offer, list(self.part), self.with_rest, self.stream, self.num_streams])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PullRequest:
@@ -48,14 +50,18 @@ class PullRequest:
             ValueError: it is none.
         """
         try:
-            offer, part, with_rest = load_plain(data, MAX_MEMORY_BYTES)
+            offer, part, with_rest, *streams = load_plain(data, MAX_MEMORY_BYTES)
             first, stop, num_parts = part
+            stream, num_streams = streams
         except (TypeError, ValueError) as error:
             raise ValueError(f"expected a request for pages, got {len(data)} other bytes") from error
-        has_types = all(type(number) is int for number in part) and type(with_rest) is bool and type(offer) is bytes
+        numbers = (*part, *streams)
+        has_types = all(type(number) is int for number in numbers) and type(with_rest) is bool and type(offer) is bytes
         if not has_types or len(offer) != OFFER_BYTES or not 0 <= first < stop <= num_parts <= MAX_PARTS:
             raise ValueError("expected an offer and a part of the heads in a request for pages, got others")
-        return cls(offer, HeadPart(first, stop, num_parts), with_rest)
+        if not 0 <= stream < num_streams:
+            raise ValueError(f"expected one of the streams of a request for pages, got {stream} of {num_streams}")
+        return cls(offer, HeadPart(first, stop, num_parts), with_rest, stream, num_streams)
 
 
 def channel_options(peer_name: str) -> list[tuple[str, Any]]:
