@@ -39,6 +39,7 @@ _FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family("deepseek", "DeepseekV2Config", "DeepseekDecoder"),
     "DeepseekV3ForCausalLM": Family("deepseek", "DeepseekV3Config", "DeepseekDecoder"),
     "DeepseekV4ForCausalLM": Family("deepseek_v4", "DeepseekV4Config", "DeepseekV4Decoder"),
+    "FalconH1ForCausalLM": Family("falcon_h1", "FalconH1Config", "FalconH1Decoder"),
     "Gemma2ForCausalLM": Family("gemma", "Gemma2Config", "GemmaDecoder"),
     "Gemma3ForCausalLM": Family("gemma", "Gemma3Config", "GemmaDecoder"),
     "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),
@@ -60,6 +61,7 @@ _FAMILIES: dict[str, Family] = {
     "Llama4ForCausalLM": Family("llama4", "Llama4Config", "Llama4Decoder"),
     "Llama4ForConditionalGeneration": Family("llama4", "Llama4Config", "Llama4Decoder", has_text_config=True),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaDecoder"),
+    "Mamba2ForCausalLM": Family("mamba2", "Mamba2ModelConfig", "Mamba2Decoder"),
     "MiniMaxM2ForCausalLM": Family("parts.minimax_m2", "MiniMaxM2Config", "parts.MiniMaxM2Decoder"),
     "Ministral3ForCausalLM": Family("parts.mistral3", "Ministral3Config", "llama.LlamaDecoder"),
     "Mistral3ForConditionalGeneration": Family(
@@ -70,6 +72,7 @@ _FAMILIES: dict[str, Family] = {
     "NemotronHForCausalLM": Family("nemotron_h", "NemotronHConfig", "NemotronHDecoder"),
     "Olmo2ForCausalLM": Family("parts.olmo", "Olmo2Config", "parts.OlmoDecoder"),
     "Olmo3ForCausalLM": Family("parts.olmo", "Olmo3Config", "parts.OlmoDecoder"),
+    "OlmoHybridForCausalLM": Family("olmo_hybrid", "OlmoHybridConfig", "OlmoHybridDecoder"),
     "Phi3ForCausalLM": Family("llama", "Phi3Config", "Phi3Decoder"),
     "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
     "Qwen2_5_VLForConditionalGeneration": Family(

@@ -218,6 +218,41 @@ class Stack(TensorSource):
 
 
 @dataclass(frozen=True)
+class Joined(TensorSource):
+    """Several tensors of so many rows each, one below the other: projections that are one parameter here."""
+
+    names_of_parts: tuple[str, ...]
+    sizes: tuple[int, ...]  # rows of each
+    transposed: bool = True
+    row_shape: Shape | None = None  # of a tensor; None: as the parameter's
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One for each part."""
+        return self.names_of_parts
+
+    def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
+        """The shape of each part."""
+        whole = _swapped(param_shape) if self.transposed else param_shape
+        row = whole[1:] if self.row_shape is None else self.row_shape
+        return tuple((size, *row) for size in self.sizes)
+
+    def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
+        """All rows."""
+        rows = np.concatenate(tensors)
+        return (np.swapaxes(rows, -1, -2) if self.transposed else rows).reshape(param_shape)
+
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The parts."""
+        rows = np.split(np.swapaxes(param, -1, -2) if self.transposed else param, np.cumsum(self.sizes)[:-1])
+        return tuple(part.reshape(shape) for part, shape in zip(rows, self.shapes(param.shape), strict=True))
+
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same under other names."""
+        return replace(self, names_of_parts=tuple(map(rename, self.names_of_parts)))
+
+
+@dataclass(frozen=True)
 class Either(TensorSource):
     """Several ways, of which checkpoints have one; the first where none is whole."""
 

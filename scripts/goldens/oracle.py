@@ -139,6 +139,7 @@ class Oracle:
             difference = np.abs(out.logits[0, -1].numpy() - golden.decode_logits[step]).max()
             largest = max(largest, float(difference))
             if end <= len(token_ids):
-                cache = {"use_cache": True, "past_key_values": out.past_key_values}
+                name = "cache" if "cache" in out else "past_key_values"  # newer models take the former alone
+                cache = {"use_cache": True, name: out[name]}
                 out = self.run(token_ids[:end], golden.extras, end - 1, **cache)
         return largest

@@ -58,12 +58,15 @@ TEXT: dict[str, Data] = {
         "partial_rotary_factor": 0.5,
         "moe_intermediate_size": 16,
     },
+    "FalconH1ForCausalLM": {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_state": 8},
     "JambaForCausalLM": {"num_experts": 4},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
     "Lfm2MoeForCausalLM": EXPERTS | {"layer_types": ["conv", "full_attention"] * 2},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"] * 2},
     "Lfm3ForCausalLM": HEADS | {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_num_heads": 8},
+    "OlmoHybridForCausalLM": {},
     "Qwen3NextForCausalLM": EXPERTS | DELTA,
     "Qwen3_5ForCausalLM": DELTA,
     "Qwen3_5MoeForCausalLM": EXPERTS | DELTA,
@@ -113,6 +116,12 @@ ARCHITECTURES = (*TEXT, *AROUND)
 # Left out: sizes that only other keys go by.
 WITHOUT = {
     "DeepseekV4ForCausalLM": ("intermediate_size",),
+    "Mamba2ForCausalLM": (
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ),
     "NemotronHForCausalLM": ("num_hidden_layers",),
     "WhisperForConditionalGeneration": tuple(SIZES.keys() - {"vocab_size"}),
 }

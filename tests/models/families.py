@@ -104,6 +104,12 @@ FAMILIES = (
     Family("lfm2", variant=True),
     Family("lfm2_moe"),
     Family("lfm3", variant=True),
+    Family("mamba2"),
+    Family("mamba2_odd", variant=True),
+    Family("falcon_h1"),
+    Family("falcon_h1_odd", variant=True),
+    Family("olmo_hybrid", variant=True),
+    Family("olmo_hybrid_odd", variant=True),
     Family("whisper"),
     Family("qwen3_vl"),
     *(Family(name, variant=True) for name in OF_PARTS),
@@ -119,12 +125,24 @@ IN_SLABS = tuple(
         "kimi_linear",
         "nemotron_h",
         "lfm2_moe",
+        "falcon_h1",
+        "olmo_hybrid",
         "gemma4",
     )
 )
 
 IN_RINGS = tuple(
-    Family(name, ring_tokens=8) for name in ("granite_moe_hybrid", "qwen3_next", "qwen3_5", "kimi_linear", "nemotron_h")
+    Family(name, ring_tokens=8)
+    for name in (
+        "granite_moe_hybrid",
+        "qwen3_next",
+        "qwen3_5",
+        "kimi_linear",
+        "nemotron_h",
+        "mamba2",
+        "falcon_h1",
+        "olmo_hybrid",
+    )
 )
 
 

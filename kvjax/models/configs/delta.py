@@ -21,6 +21,7 @@ class DeltaConfig:
     value_dim: int
     num_taps: int  # inputs of the convolution, the token's own included
     rule_dtype: str | None = None  # of the rule's state; None: the model's
+    most_written: float = 1.0  # of the difference between a value and what its key reads
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:

@@ -15,7 +15,7 @@ from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
-from kvjax.models.configs.mamba import Mamba2Config
+from kvjax.models.configs.mamba import Mamba2Config, take_dt_limit
 from kvjax.models.configs.rope import take_rope
 
 _LAYER_TYPES = {"mamba": RECURRENT, "attention": FULL, RECURRENT: RECURRENT, FULL: FULL}
@@ -92,15 +92,6 @@ def take_mamba2(keys: ConfigKeys, hidden_size: int) -> Mamba2Config:
         proj_bias=keys.take_flag("mamba_proj_bias", False),
         dt_limit=take_dt_limit(keys),
     )
-
-
-def take_dt_limit(keys: ConfigKeys) -> tuple[float, float]:
-    """`time_step_limit`, whose infinity transformers 5 writes as an object."""
-    given = keys.take("time_step_limit", [0.0, float("inf")])
-    limits = [float(x["__float__"]) if isinstance(x, Mapping) else float(x) for x in given]
-    if len(limits) != 2 or not 0 <= limits[0] < limits[1]:
-        raise ConfigError(f"{keys.where}: expected 'time_step_limit' to be two growing numbers >= 0, got {given!r}")
-    return limits[0], limits[1]
 
 
 def take_experts(keys: ConfigKeys, intermediate_size: int) -> ExpertsConfig | None:

@@ -6,8 +6,11 @@ Source:  Mamba (arXiv 2312.00752); Mamba-2 (arXiv 2405.21060)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvjax.errors import ConfigError
+from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.states import StateShapes
 
 
@@ -40,6 +43,10 @@ class Mamba2Config:
     num_taps: int
     conv_bias: bool
     proj_bias: bool
+    out_bias: bool | None = None  # of the last projection; None: as the others
+    in_scales: tuple[float, float, float, float, float] = (1.0,) * 5  # of gate, x, b, c and dt as they are projected
+    has_norm: bool = True  # of what the gate is multiplied with
+    gate_first: bool = True  # gate, then norm
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     scan_dtype: str | None = None  # of the recurrence's state; None: the model's
 
@@ -67,3 +74,12 @@ class Mamba2Config:
             token_shapes=((self.num_heads, self.head_dim), (self.num_heads,), (self.num_groups, self.state_dim)),
             token_dtypes=(None, "float32", None),
         )
+
+
+def take_dt_limit(keys: ConfigKeys) -> tuple[float, float]:
+    """`time_step_limit`, whose infinity transformers 5 writes as an object."""
+    given = keys.take("time_step_limit", [0.0, float("inf")])
+    limits = [float(x["__float__"]) if isinstance(x, Mapping) else float(x) for x in given]
+    if len(limits) != 2 or not 0 <= limits[0] < limits[1]:
+        raise ConfigError(f"{keys.where}: expected 'time_step_limit' to be two growing numbers >= 0, got {given!r}")
+    return limits[0], limits[1]

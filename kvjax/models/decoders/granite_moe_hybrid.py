@@ -70,7 +70,7 @@ class GraniteBlock(nnx.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.is_recurrent = config.layer_types[layer] == RECURRENT
         if self.is_recurrent:
-            self.mamba = Mamba2(size, config.mamba, layer, eps=eps, make=make)
+            self.mamba = Mamba2(size, config.mamba, f"layers.{layer}", eps=eps, make=make)
         else:
             self.self_attn = Attention(config, layer, make)
         self.block_sparse_moe = None if config.experts is None else GraniteExperts(config, config.experts, make)

@@ -15,10 +15,10 @@ from flax import nnx
 from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.nemotron_h import NemotronHConfig
 from kvjax.models.layers.attention.grouped_query import Attention
+from kvjax.models.layers.blocks import OnePartBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import PlainExperts, Router
 from kvjax.models.layers.feed_forward import PlainFeedForward
-from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
 from kvjax.models.layers.recurrent.mamba import Mamba2
 
@@ -47,32 +47,17 @@ class LatentExperts(nnx.Module):
         return out + self.shared_experts(hidden)
 
 
-class MixerBlock(nnx.Module):
-    """One part behind a norm: Mamba, attention, a dense part or experts."""
-
-    narrows: ClassVar[bool] = True
-
-    def __init__(self, config: NemotronHConfig, layer: int, make: Make) -> None:
-        size, eps, kind = config.hidden_size, config.rms_norm_eps, config.layer_types[layer]
-        self.norm = make.norm(size, eps=eps)
-        self.has_cache = kind in (FULL, RECURRENT)
-        self.mixer: nnx.Module
-        if kind == RECURRENT:
-            self.mixer = Mamba2(size, config.mamba, layer, eps=eps, make=make)
-        elif kind == FULL:
-            self.mixer = Attention(config, layer, make)
-        elif config.expert_layers[layer]:
-            self.mixer = LatentExperts(config, make)
-        else:
-            inner, bias = config.intermediate_size, config.mlp_bias
-            self.mixer = PlainFeedForward(size, inner, activation=config.hidden_act, make=make, bias=bias)
-
-    def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:
-        """Hidden states [T, d] after the layer."""
-        if not self.has_cache:
-            hidden = step.wanted(hidden)
-            return hidden + self.mixer(self.norm(hidden))
-        return step.wanted(hidden) + step.wanted(self.mixer(self.norm(hidden), step))
+def mixer_of(config: NemotronHConfig, layer: int, make: Make) -> nnx.Module:
+    """The part of layer `layer`: Mamba, attention, a dense part or experts."""
+    size, kind = config.hidden_size, config.layer_types[layer]
+    if kind == RECURRENT:
+        return Mamba2(size, config.mamba, f"layers.{layer}", eps=config.rms_norm_eps, make=make)
+    if kind == FULL:
+        return Attention(config, layer, make)
+    if config.expert_layers[layer]:
+        return LatentExperts(config, make)
+    inner, bias = config.intermediate_size, config.mlp_bias
+    return PlainFeedForward(size, inner, activation=config.hidden_act, make=make, bias=bias)
 
 
 class NemotronHDecoder(Decoder):
@@ -86,4 +71,5 @@ class NemotronHDecoder(Decoder):
     @staticmethod
     def make_layer(config: NemotronHConfig, layer: int, make: Make) -> nnx.Module:
         """One layer."""
-        return MixerBlock(config, layer, make)
+        has_cache = config.layer_types[layer] in (FULL, RECURRENT)
+        return OnePartBlock(config, make, mixer=mixer_of(config, layer, make), has_cache=has_cache)

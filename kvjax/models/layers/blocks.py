@@ -102,3 +102,23 @@ class ParallelBlock(Block):
         normed = self.input_layernorm(hidden)
         attended = step.wanted(self.self_attn(normed, step))
         return self.added(step.wanted(hidden), attended + self.mlp(step.wanted(normed)))
+
+
+class OnePartBlock(nnx.Module):
+    """One part behind a norm (Mamba 2, Nemotron-H)."""
+
+    narrows: ClassVar[bool] = True
+
+    def __init__(self, config: DecoderConfig, make: Make, *, mixer: nnx.Module, has_cache: bool = True) -> None:
+        """`mixer` takes normed hidden states, and the step where it `has_cache`."""
+        self.norm = make.hidden_norm(config)
+        self.mixer = mixer
+        self.has_cache = has_cache
+
+    def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:
+        """Hidden states [T, d] after the layer, of the wanted rows in the last."""
+        mixer: Callable[..., jax.Array] = self.mixer
+        if not self.has_cache:
+            hidden = step.wanted(hidden)
+            return hidden + mixer(self.norm(hidden))
+        return step.wanted(hidden) + step.wanted(mixer(self.norm(hidden), step))

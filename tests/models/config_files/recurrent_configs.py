@@ -91,6 +91,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
     },
     "lfm3": {"architectures": ["Lfm3ForCausalLM"], "num_hidden_layers": 8, "head_dim": 8},
+    "mamba2": {
+        "architectures": ["Mamba2ForCausalLM"],
+        **dict.fromkeys(("max_position_embeddings", "num_attention_heads", "num_key_value_heads"), ...),
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+        "state_size": 6,
+    },
+    "falcon_h1": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 6,
+        "mamba_d_state": 5,
+    },
+    "olmo_hybrid": {"architectures": ["OlmoHybridForCausalLM"], "num_hidden_layers": 4},
     "jamba": {
         "architectures": ["JambaForCausalLM"],
         "num_hidden_layers": 3,

@@ -171,6 +171,49 @@ def test_a_head_of_lfm2_is_tied_unless_either_key_says_no() -> None:
     assert tied == [True, False, True]
 
 
+def test_a_state_of_mamba_2_alone_is_worth_its_bytes_in_attention_of_the_models_width() -> None:
+    """(64 + 2 * 2 * 6) * 3 + 8 heads * 8 * 6 numbers, 2 * 32 a token."""
+    config = parse("mamba2")
+    assert kinds("mamba2") == ["mamba"] * 3
+    assert config.kv_cache_specs(8)["layers.2"].block_size == 16
+    assert (config.max_model_len, config.cache_words) == (1_048_576, "3 layers with states")
+
+
+def test_every_layer_of_falcon_h1_has_k_and_v_and_a_state() -> None:
+    config = parse("falcon_h1", dtype="bfloat16")
+    specs = config.kv_cache_specs(8)
+    assert {name: spec.kind for name, spec in specs.items()} == {
+        "layers.0": "full_attention",
+        "layers.0.mamba": "mamba",
+        "layers.1": "full_attention",
+        "layers.1.mamba": "mamba",
+    }
+    assert specs["layers.1.mamba"].state_shapes == ((48 + 2 * 5, 3), (6, 8, 5))
+    assert [n for n in (1, 2, 3, 4) if config.splits_cache(n)] == [1, 2]
+
+
+def test_the_multiplier_of_keys_of_falcon_h1_scales_scores() -> None:
+    plain, scaled = parse("falcon_h1"), parse("falcon_h1", key_multiplier=0.5)
+    assert scaled.sm_scale == plain.sm_scale * 0.5
+
+
+def test_olmo_hybrid_rotates_where_the_file_says_how() -> None:
+    """A base of null is none; a file that says nothing has transformers' own."""
+    ropes = [
+        parse("olmo_hybrid", rope_parameters=given).rope
+        for given in ({"rope_type": "default", "rope_theta": None}, {"rope_type": "default", "rope_theta": 5e5}, None)
+    ]
+    assert [rope and rope.theta for rope in ropes] == [None, 5e5, 10_000.0]
+
+
+def test_delta_nets_of_olmo_hybrid_are_sized_by_the_hidden_size_unless_the_file_says_otherwise() -> None:
+    assert kinds("olmo_hybrid") == ["mamba"] * 3 + ["full_attention"]
+    assert kinds("olmo_hybrid", num_hidden_layers=2) == ["mamba", "full_attention"]
+    delta = parse("olmo_hybrid").delta
+    assert (delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim) == (4, 4, 6, 12)
+    assert [parse("olmo_hybrid", linear_allow_neg_eigval=x).delta.most_written for x in (True, False)] == [2.0, 1.0]
+
+
 def test_states_are_in_the_dtype_of_the_weights_whatever_that_of_k_and_v() -> None:
     spec = parse("jamba", dtype="bfloat16").kv_cache_specs(8, "float32")["layers.0"]
     assert isinstance(spec, MambaSpec)
@@ -202,6 +245,15 @@ def test_states_split_where_all_devices_have_whole_units() -> None:
         ("qwen3_next", {"linear_num_key_heads": 3}, "here: expected linear_num_key_heads that divide 4 .*, got 3"),
         ("qwen3_5", {"attn_output_gate": False}, "here: expected 'attn_output_gate' to be true, got false"),
         ("qwen3_5", {"mamba_ssm_dtype": "int8"}, "here: expected 'mamba_ssm_dtype' among .*, got 'int8'"),
+        ("mamba2", {"num_heads": 4}, r"expected num_heads \* head_dim to be 64 .*, got 4 \* 8"),
+        ("mamba2", {"n_groups": 3}, "here: expected Mamba groups that divide 8 heads, got 3"),
+        ("mamba2", {"hidden_act": "gelu"}, "here: expected 'hidden_act' among silu, got 'gelu'"),
+        ("falcon_h1", {"mamba_n_heads": 7}, r"expected mamba_n_heads \* mamba_d_head to be 48 .*, got 7 \* 6"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "'ssm_multipliers' to be 5 positive numbers, got"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, 0]}, r"'mlp_multipliers' to be 2 positive numbers, got \[1.0, 0\]"),
+        ("falcon_h1", {"ssm_in_multiplier": 0}, "'ssm_in_multiplier' to be a positive number, got 0"),
+        ("olmo_hybrid", {"linear_num_key_heads": 3}, "expected linear_num_key_heads that divide 4 .*, got 3"),
+        ("olmo_hybrid", {"hidden_act": "gelu"}, "here: expected 'hidden_act' among silu, got 'gelu'"),
         ("lfm2", {"conv_L_cache": 1}, "here: expected 'conv_L_cache' of at least 2, got 1"),
         ("lfm2", {"full_attn_idxs": 1}, "'full_attn_idxs' to be a list of integers >= 0, got 1"),
         ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, "expected layer_types among full_attention, conv, got mamba"),

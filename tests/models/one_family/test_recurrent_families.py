@@ -43,6 +43,18 @@ STATE_BLOCKS = {
     "lfm2_moe": 8,
     # 48 * 3, 2 heads * (6 + 6)
     "lfm3": 8,
+    # (96 + 2 * 4 * 10) * 2 + 12 heads * 8 * 10, 2 * 48
+    "mamba2": 16,
+    # (120 + 2 * 7) * 3 + 20 heads * 6 * 7, 2 * 40
+    "mamba2_odd": 16,
+    # (64 + 2 * 2 * 12) * 3 + 8 heads * 8 * 12, 4 heads * (4 + 4)
+    "falcon_h1": 40,
+    # (72 + 2 * 9) * 2 + 12 heads * 6 * 9, 2 heads * (10 + 10)
+    "falcon_h1_odd": 24,
+    # (2 * 4 * 6 + 8 * 10) * 3 + 8 heads * 6 * 10, 4 heads * (4 + 4)
+    "olmo_hybrid": 32,
+    # (2 * 4 * 7 + 4 * 14) * 2 + 4 heads * 7 * 14, 2 heads * (10 + 10)
+    "olmo_hybrid_odd": 16,
 }
 RECURRENT = [family for family in FAMILIES if family.name in STATE_BLOCKS]
 each_family = pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
@@ -54,7 +66,7 @@ def test_a_block_of_states_is_worth_the_attention_of_its_tokens(family: Family) 
     groups = make_engine(family).plan.config.kv_cache_groups
     states = [group for group in groups if group.kv_cache_spec.state_pages is not None]
     assert {group.kv_cache_spec.block_size for group in states} == {STATE_BLOCKS[family.name]}
-    assert len({group.pool_id for group in groups}) == 2
+    assert len({group.pool_id for group in groups}) == (2 if len(states) < len(groups) else 1)
 
 
 def run_twice(family: Family) -> None:

@@ -63,7 +63,7 @@ class GatedDeltaNet(nnx.Module):
             k.reshape(keys),
             v.reshape(values),
             decay_rates(self.a_log[...])[None] * jax.nn.softplus(dt),
-            jax.nn.sigmoid(self.in_proj_b(hidden)),
+            jax.nn.sigmoid(self.in_proj_b(hidden)) * config.most_written,
         )
         normed = self.norm(out, self.in_proj_z(hidden).reshape(values))
         return self.out_proj(normed.reshape(num_tokens, config.value_size))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from kvjax.device import scan_states
@@ -68,7 +69,7 @@ class Mamba1(nnx.Module):
 class Mamba2(nnx.Module):
     """A recurrence per head; x, b and c are convolved together, dt comes from the layer's input."""
 
-    def __init__(self, size: int, config: Mamba2Config, layer: int, *, eps: float, make: Make) -> None:
+    def __init__(self, size: int, config: Mamba2Config, layer_name: str, *, eps: float, make: Make) -> None:
         inner, heads, bias = config.inner_size, config.num_heads, config.proj_bias
         self.gate_in = make.columns(size, inner, bias=bias, units=heads)
         self.xbc_in = make.columns(size, config.num_channels, bias=bias)
@@ -77,10 +78,11 @@ class Mamba2(nnx.Module):
         self.dt_bias = make.zeros(heads)
         self.a_log = make.zeros(heads)
         self.d = make.ones(heads)
-        self.norm = GatedRMSNorm(inner, eps=eps, make=make, gate_first=True, num_groups=config.num_groups)
-        self.out_proj = make.rows(inner, size, bias=bias, units=heads)
+        norm = GatedRMSNorm(inner, eps=eps, make=make, gate_first=config.gate_first, num_groups=config.num_groups)
+        self.norm = norm if config.has_norm else None
+        self.out_proj = make.rows(inner, size, bias=bias if config.out_bias is None else config.out_bias, units=heads)
         self.config = config
-        self.layer_name = f"layers.{layer}"
+        self.layer_name = layer_name
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
         """By head."""
@@ -100,20 +102,33 @@ class Mamba2(nnx.Module):
         """The layer's output, without residual."""
         config, num_tokens = self.config, hidden.shape[0]
         inner, groups = config.inner_size, (num_tokens, config.num_groups, config.state_dim)
-        xbc = self.conv1d(self.xbc_in(hidden), self.layer_name, step.cache)
-        x, b, c = jnp.split(xbc, [inner, inner + groups[1] * groups[2]], axis=-1)
+        gate, xbc, dt = self._projected(hidden)
+        x, b, c = jnp.split(
+            self.conv1d(xbc, self.layer_name, step.cache), [inner, inner + groups[1] * groups[2]], axis=-1
+        )
         out = scan_states(
             step.cache,
             self.layer_name,
             x.reshape(num_tokens, config.num_heads, config.head_dim),
-            self.dt_in(hidden) + self.dt_bias[...][None],
+            dt + self.dt_bias[...][None],
             decay_rates(self.a_log[...]),
             b.reshape(groups),
             c.reshape(groups),
             self.d[...],
             dt_limit=config.dt_limit,
-        )
-        return self.out_proj(self.norm(out.reshape(num_tokens, inner), self.gate_in(hidden)))
+        ).reshape(num_tokens, inner)
+        return self.out_proj(out * jax.nn.silu(gate) if self.norm is None else self.norm(out, gate))
+
+    def _projected(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gate [T, inner], what is convolved [T, C], and dt [T, H], each scaled."""
+        config = self.config
+        gate, xbc, dt = self.gate_in(hidden), self.xbc_in(hidden), self.dt_in(hidden)
+        if config.in_scales == (1.0,) * 5:
+            return gate, xbc, dt
+        state = config.num_groups * config.state_dim
+        of_gate, *of_xbc, of_dt = config.in_scales
+        scales = jnp.asarray(np.repeat(of_xbc, (config.inner_size, state, state)), xbc.dtype)
+        return gate * of_gate, xbc * scales[None], dt * of_dt
 
 
 def decay_rates(a_log: jax.Array) -> jax.Array:  # float32, as a_log
