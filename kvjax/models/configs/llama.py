@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from kvjax.models.config import FULL, SLIDING
-from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.parts.parts import PartsConfig
 from kvjax.models.configs.rope import check_factors, take_rope
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(AttentionDecoderConfig):
+class LlamaConfig(PartsConfig):
     """Full attention in every layer."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"bos_token_id": 1, "eos_token_id": 2}
@@ -29,22 +29,13 @@ class LlamaConfig(AttentionDecoderConfig):
     )
 
     @classmethod
-    def parse(cls, keys: ConfigKeys) -> Self:
-        """The config that `keys` describe."""
-        fields = take_decoder_fields(keys)
-        bias = keys.take_flag("attention_bias", False)
-        return cls(
-            **fields,
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=keys.take_flag("mlp_bias", False),
-            layer_types=(FULL,) * fields["num_layers"],
-            rope=take_rope(keys, fields["max_model_len"]),
-        )
+    def take_own(cls, keys: ConfigKeys, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Biases."""
+        return super().take_own(keys, fields) | {"mlp_bias": keys.take_flag("mlp_bias", False)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Config(AttentionDecoderConfig):
+class Qwen2Config(PartsConfig):
     """Biases on queries, keys and values; layers from `max_window_layers` on may slide."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -56,20 +47,16 @@ class Qwen2Config(AttentionDecoderConfig):
         {"dual_chunk_attention_config"}
     )  # transformers has no such chunks
 
+    parts: ClassVar[Mapping[str, Any]] = {"qkv_bias": True}
+
     @classmethod
-    def parse(cls, keys: ConfigKeys) -> Self:
-        """The config that `keys` describe."""
-        fields = take_decoder_fields(keys)
-        return cls(
-            **fields,
-            **take_late_windows(keys, fields["num_layers"]),
-            qkv_bias=True,
-            rope=take_rope(keys, fields["max_model_len"]),
-        )
+    def take_own(cls, keys: ConfigKeys, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Windows."""
+        return take_late_windows(keys, fields["num_layers"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class MistralConfig(AttentionDecoderConfig):
+class MistralConfig(PartsConfig):
     """Every layer slides where there is a `sliding_window`."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -80,29 +67,27 @@ class MistralConfig(AttentionDecoderConfig):
     }
 
     @classmethod
-    def parse(cls, keys: ConfigKeys) -> Self:
-        """The config that `keys` describe."""
-        fields = take_decoder_fields(keys)
-        return cls(**fields, **take_window(keys, fields["num_layers"]), rope=take_rope(keys, fields["max_model_len"]))
+    def take_own(cls, keys: ConfigKeys, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Windows."""
+        return take_window(keys, fields["num_layers"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phi3Config(AttentionDecoderConfig):
+class Phi3Config(PartsConfig):
     """As Mistral, with projections that are fused in the checkpoint, and rotary embeddings of part of a head."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"bos_token_id": 1, "eos_token_id": 32_000, "rms_norm_eps": 1e-5}
     ignored_keys: ClassVar[frozenset[str]] = frozenset({"embd_pdrop", "resid_pdrop"})  # of training
 
+    said_anyway: ClassVar[Mapping[str, Any]] = {"full_attn_mod": 1, "interpolate_factor": 1}
+
     @classmethod
-    def parse(cls, keys: ConfigKeys) -> Self:
-        """The config that `keys` describe."""
-        fields = take_decoder_fields(keys)
-        for key in ("full_attn_mod", "interpolate_factor"):
-            keys.require(key, 1)
+    def take_own(cls, keys: ConfigKeys, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Windows and rotation."""
         original = keys.take_int("original_max_position_embeddings", 4096)
         rope = take_rope(keys, fields["max_model_len"], original_max_len=original, partial_rotary_factor=1.0)
         check_factors(rope, fields["head_dim"])
-        return cls(**fields, **take_window(keys, fields["num_layers"]), rope=rope)
+        return take_window(keys, fields["num_layers"]) | {"rope": rope}
 
 
 def take_window(keys: ConfigKeys, num_layers: int, *, slides: bool = True) -> dict[str, Any]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.llama import take_window
-from kvjax.models.configs.rope import take_rope
+from kvjax.models.configs.parts.parts import PartsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralConfig(AttentionDecoderConfig):
+class MixtralConfig(PartsConfig):
     """Experts in every layer."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -29,21 +28,17 @@ class MixtralConfig(AttentionDecoderConfig):
         "rope_theta": 1_000_000.0,
     }
 
+    ignored_keys: ClassVar[frozenset[str]] = frozenset({"router_jitter_noise"})  # of training
+
     experts: ExpertsConfig
 
     @classmethod
-    def parse(cls, keys: ConfigKeys) -> Self:
-        """The config that `keys` describe."""
-        fields = take_decoder_fields(keys)
-        keys.take("router_jitter_noise", None)  # of training
-        return cls(
-            **fields,
-            **take_window(keys, fields["num_layers"]),
-            rope=take_rope(keys, fields["max_model_len"]),
-            experts=ExpertsConfig(
-                num_experts=keys.take_int("num_local_experts", 8),
-                top_k=keys.take_int("num_experts_per_tok", 2),
-                intermediate_size=fields["intermediate_size"],
-                norm_topk=True,
-            ),
+    def take_own(cls, keys: ConfigKeys, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Windows and experts."""
+        experts = ExpertsConfig(
+            num_experts=keys.take_int("num_local_experts", 8),
+            top_k=keys.take_int("num_experts_per_tok", 2),
+            intermediate_size=fields["intermediate_size"],
+            norm_topk=True,
         )
+        return take_window(keys, fields["num_layers"]) | {"experts": experts}

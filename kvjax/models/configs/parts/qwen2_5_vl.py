@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.models.configs.attention_decoder import take_decoder_fields
 from kvjax.models.configs.informational import INFORMATIONAL_OUTER_KEYS
 from kvjax.models.configs.keys import ConfigKeys
-from kvjax.models.configs.llama import Qwen2Config, take_late_windows
+from kvjax.models.configs.llama import Qwen2Config
 from kvjax.models.configs.qwen3_vl import TakesVectors, VisionInputs, take_placeholders
 from kvjax.models.configs.rope import take_rope
 
@@ -54,19 +53,13 @@ class Qwen2_5VLConfig(TakesVectors, Qwen2Config):
         return cls, {**data, "text_config": {key: value for key, value in data.items() if key not in outer}}
 
     @classmethod
-    def parse(cls, keys: ConfigKeys) -> Self:
-        """The config that `keys` describe."""
-        fields = take_decoder_fields(keys)
+    def take_own(cls, keys: ConfigKeys, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """As Qwen2, with its rotation and what stands for tokens."""
         rope = take_rope(keys, fields["max_model_len"], mrope_section=(16, 24, 24), mrope_interleaved=False)
         if sum(rope.mrope_section) != fields["head_dim"] // 2:
             raise ConfigError(
                 f"{keys.where}: expected 'mrope_section' to share {fields['head_dim'] // 2} frequencies, got "
                 f"{list(rope.mrope_section)}"
             )
-        return cls(
-            **fields,
-            **take_late_windows(keys, fields["num_layers"]),
-            qkv_bias=True,
-            rope=rope,
-            inputs=VisionInputs(placeholder_token_ids=take_placeholders(keys), num_deepstack=0),
-        )
+        inputs = VisionInputs(placeholder_token_ids=take_placeholders(keys), num_deepstack=0)
+        return super().take_own(keys, fields) | {"rope": rope, "inputs": inputs}
