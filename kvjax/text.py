@@ -1,23 +1,28 @@
 """Numbers, byte sizes and tables as text, and byte sizes back from text.
 
-Flow:    reports -> [format_bytes, count_of, align_table] -> terminal;   command line, TOML -> [parse_bytes] -> bytes
+Flow:    reports -> [format_bytes, count_of, align_table] -> terminal; [parse_bytes, parse_count] -> numbers
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from fractions import Fraction
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_UNITS = {"B": 1, "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY}
+_LETTERS = {name[0]: size for name, size in _BINARY.items()}
+_UNITS = {"B": 1, "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY, **_LETTERS}
+_COUNTS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _SIZE = re.compile(r"(?P<number>\d[\d_,]*(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
 
 
 def parse_bytes(text: str | int) -> int:
     """Bytes of a size such as "56GiB", "80 GB", "1.5TiB" or "1_000_000"; a fraction of a byte is dropped.
 
+    A letter alone is the binary unit, as in GNU's tools: "80G" is "80GiB".
+
     Raises:
-        ValueError: the text is no size, or its unit is none of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB.
+        ValueError: the text is no size, or its unit is none of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, K, M, G, T.
     """
     match = _SIZE.fullmatch(str(text).strip())
     unit = (match["unit"] or "B") if match else ""
@@ -28,6 +33,21 @@ def parse_bytes(text: str | int) -> int:
     number = re.sub("[_,]", "", match["number"])
     whole, _, fraction = number.partition(".")
     return int(whole) * _UNITS[unit] + int(fraction or "0") * _UNITS[unit] // 10 ** len(fraction)
+
+
+def parse_count(text: str) -> int:
+    """An integer such as "32768", "32,768", "32k" (32,000) or "32K" (32,768), as vLLM's command line reads them.
+
+    Raises:
+        ValueError: the text is no whole number.
+    """
+    match = _SIZE.fullmatch(text.strip().removeprefix("-"))
+    if match is None or match["unit"] not in _COUNTS:
+        raise ValueError(f"expected an integer such as 32768, 32k (32,000) or 32K (32,768), got {text!r}")
+    value = Fraction(re.sub("[_,]", "", match["number"])) * _COUNTS[match["unit"]]
+    if value.denominator != 1:
+        raise ValueError(f"expected a whole number, got {text!r}")
+    return -int(value) if text.strip().startswith("-") else int(value)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.text import align_table, count_of, format_bytes, parse_bytes
+from kvjax.text import align_table, count_of, format_bytes, parse_bytes, parse_count
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ from kvjax.text import align_table, count_of, format_bytes, parse_bytes
         ("1_000_000", 10**6),
         ("1,024B", 1024),
         ("7kB", 7000),
+        ("80G", 80 * 2**30),
+        ("512M", 512 * 2**20),
         (12, 12),
     ],
 )
@@ -26,10 +28,25 @@ def test_sizes_are_read(text: str | int, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "56G", "56 gigs", "-1GiB", "1e9", "1..2GB"])
+@pytest.mark.parametrize("text", ["", "GiB", "56X", "56 gigs", "-1GiB", "1e9", "1..2GB"])
 def test_ambiguous_or_malformed_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a size in bytes such as"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("32768", 32_768), ("32,768", 32_768), ("1_000", 1000), ("32k", 32_000), ("32K", 32_768), ("1.5M", 3 * 2**19)],
+)
+def test_counts_are_read(text: str, count: int) -> None:
+    assert parse_count(text) == count
+    assert parse_count(f"-{text}") == -count
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "0.0001k", "32 tokens", "1e3", "0x10"])
+def test_what_is_no_whole_number_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a"):
+        parse_count(text)
 
 
 @given(st.integers(0, 2**50))

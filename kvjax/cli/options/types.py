@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvjax.core.options.manager_options import AUTO
-from kvjax.text import parse_bytes
+from kvjax.text import parse_bytes, parse_count
 
 Value = TypeVar("Value")
 
 
 def positive_int(text: str) -> int:
-    """An integer >= 1; thousands may be grouped with `_` or `,`."""
-    return _checked(text, lambda: int(text.replace(",", "_")), lambda value: value >= 1, "an integer >= 1")
+    """An integer >= 1; thousands may be grouped with `_` or `,`, or written as 32k (32,000) and 32K (32,768)."""
+    return _checked(text, lambda: parse_count(text), lambda value: value >= 1, "an integer >= 1")
 
 
 def non_negative_int(text: str) -> int:
-    """An integer >= 0; thousands may be grouped with `_` or `,`."""
-    return _checked(text, lambda: int(text.replace(",", "_")), lambda value: value >= 0, "an integer >= 0")
+    """Likewise, an integer >= 0."""
+    return _checked(text, lambda: parse_count(text), lambda value: value >= 0, "an integer >= 0")
 
 
 def interval(text: str) -> int | str | None:

@@ -173,6 +173,11 @@ class Request:
         return read_only(self._tokens[: self._num_tokens] if self._table is None else self._table.tokens_of(self._row))
 
     @property
+    def all_token_ids(self) -> np.ndarray:  # int32[num_tokens]
+        """`token_ids`, by the name that vLLM's Request has for them."""
+        return self.token_ids
+
+    @property
     def prompt_token_ids(self) -> np.ndarray:  # int32[num_prompt_tokens]
         """The prompt, as a read-only view."""
         return self.token_ids[: self.num_prompt_tokens]

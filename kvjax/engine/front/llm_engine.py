@@ -464,8 +464,9 @@ class LLMEngine(EngineLifeCycle):
         try:
             while (len(results) < len(inbox.places) or not self.num_unfinished) and self._core.advance():
                 for outputs in inbox.take():
-                    ended = outputs.results.values()
-                    results |= {one.request_id: one.checked() for one in ended if one.request_id in inbox.places}
+                    for one in map(inbox.placed, outputs.results.values()):
+                        if one.prompt is not None:
+                            results[one.request_id] = one.checked()
             return [results[request_id] for request_id in inbox.places]
         finally:
             inbox.is_closed = True

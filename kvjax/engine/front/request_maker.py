@@ -83,6 +83,7 @@ class RequestMaker:
                 request=first.request.fork(name),
                 seed=self._seed(params, place),
                 arrival=self.num_queued + place,
+                sample=place,
                 stats=replace(first.stats, request_id=name),
                 logprobs=[],
                 top_logprobs=[],

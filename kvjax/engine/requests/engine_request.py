@@ -55,6 +55,7 @@ class EngineRequest:
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list)  # one per output token; while it runs, of those before it did
     inputs: RequestInputs = NO_INPUTS
+    sample: int = 0  # of its prompt
     first_sample: EngineRequest | None = None  # of the same prompt, which that one computes for both
     priority: int = 0  # lower is more urgent
     text: OutputText | None = None  # None: the model has no tokenizer

@@ -14,7 +14,7 @@ def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     names = tuple(known)
     for name in given:
         if name not in names:
-            nearest = get_close_matches(str(name), names, n=1, cutoff=0.5)
+            nearest = get_close_matches(str(name), names, n=1, cutoff=0.65)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(names)}"
             raise ValueError(f"expected {what} by a known name, got {name!r}; {hint}")
 

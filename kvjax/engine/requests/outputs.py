@@ -66,6 +66,8 @@ class GenerationResult:
     top_logprobs: TopLogprobs | None = None  # of each output token; None: not asked for (`SamplingParams.logprobs`)
     prompt_logprobs: PromptLogprobs | None = None  # None: not asked for; NaN: of tokens that were not computed
     error: Exception | None = None  # what ended it: its own matcher or tokenizer raised, or its logits were no numbers
+    sample: int = 0  # of its prompt (`SamplingParams.n`)
+    prompt: int | None = None  # place among the prompts of `generate` or `stream`; None: queued by `add_request`
 
     def checked(self) -> GenerationResult:
         """The result.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -51,6 +51,11 @@ class StreamInbox:
         """The steps that were not taken, oldest first."""
         while self._steps:
             yield self._steps.popleft()
+
+    def placed(self, result: GenerationResult) -> GenerationResult:
+        """The result with its prompt's place; as it is where the request is another reader's."""
+        place = self.places.get(result.request_id)
+        return result if place is None else replace(result, prompt=place[0])
 
 
 class TokenStream(Iterator[StreamOutput]):
@@ -132,7 +137,7 @@ class TokenStream(Iterator[StreamOutput]):
                     output.token_id,
                     output.logprob,
                     output.text,
-                    output.result,
+                    None if output.result is None else self._inbox.placed(output.result),
                     output.top_logprobs,
                 )
             )

@@ -219,7 +219,8 @@ class EngineCore:
         traceback.clear_frames(error.__traceback__)  # they may hold pages, and there may not be room for both
         with suppress(EngineClosedError):
             self._restart()
-            log_restart(error, self.loop.scheduler.num_unfinished)
+            if self.loop.step_stats or self.loop.scheduler.num_unfinished:  # else there was nothing to lose
+                log_restart(error, self.loop.scheduler.num_unfinished)
 
     def _check_peers(self, error: BaseException | None = None) -> None:
         """Raises PeerLostError, from `error`, where one of several processes is gone: no restart brings it back."""

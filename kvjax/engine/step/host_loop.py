@@ -247,6 +247,7 @@ class HostLoop:
             stats=stats,
             text=text,
             error=error,
+            sample=engine_request.sample,
             top_logprobs=TopLogprobs.joined(engine_request.top_logprobs, k) if k else None,
             prompt_logprobs=deepcopy(engine_request.prompt_logprobs),  # which the prompt's samples share
         )

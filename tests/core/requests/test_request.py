@@ -23,6 +23,7 @@ def test_a_new_request() -> None:
     assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (3, 3, 0)
     assert (request.num_computed_tokens, request.num_preemptions, request.row) == (0, 0, -1)
     assert request.token_ids.tolist() == request.prompt_token_ids.tolist() == [5, 6, 7]
+    assert request.all_token_ids.tolist() == [5, 6, 7]
     assert request.token_ids.dtype == np.int32
     assert request.block_hashes == []
     assert repr(request) == "Request('r', 3 prompt + 0 output tokens, 0 computed, row -1)"

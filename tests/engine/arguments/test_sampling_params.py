@@ -86,7 +86,11 @@ def test_a_stop_string_may_come_alone() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"temprature": 0.0}, "got 'temprature'; did you mean 'temperature'?"), ({"zzz": 0}, "got 'zzz'; there are n, ")],
+    [
+        ({"temprature": 0.0}, "got 'temprature'; did you mean 'temperature'?"),
+        ({"zzz": 0}, "got 'zzz'; there are n, "),
+        ({"best_of": 2}, "got 'best_of'; there are n, "),
+    ],
 )
 def test_an_unknown_parameter_is_refused_with_the_nearest_known_one(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):

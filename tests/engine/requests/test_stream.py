@@ -26,6 +26,7 @@ def start(engine: LLMEngine) -> TokenStream:
 
 def expected() -> list[list[int]]:
     results = make_engine(NAME).generate(golden_prompts(NAME)[:4], PARAMS)
+    assert [(one.prompt, one.sample) for one in results] == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
     return [result.output_token_ids.tolist() for result in results]
 
 
@@ -37,11 +38,12 @@ def test_a_stream_brings_each_token_once_and_a_result_with_the_last(async_schedu
         outputs.setdefault((output.prompt, output.sample), []).append(output)
     assert sorted(outputs) == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
     assert [[one.token_id for one in outputs[place]] for place in sorted(outputs)] == expected()
-    for own in outputs.values():
+    for place, own in outputs.items():
         assert [one.result is None for one in own] == [True] * (len(own) - 1) + [False]
         result = own[-1].result
         assert result is not None
         assert result.request_id == own[0].request_id
+        assert (result.prompt, result.sample) == place
         assert [one.logprob for one in own] == list(result.logprobs)
         assert all(one.text is None for one in own)  # the model has no tokenizer
     assert engine.generate([[1]])[0].finish_reason is FinishReason.LENGTH

@@ -63,6 +63,17 @@ def test_a_restart_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: p
     assert "1 requests start again" in text
 
 
+def test_an_interrupted_warm_up_loses_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    engine = make_engine(NAME)
+    with pytest.raises(KeyboardInterrupt):
+        engine.warmup(interrupt)
+    assert texts(caplog, logging.WARNING) == []
+    assert engine.generate([[1, 2]], GREEDY)[0].output_token_ids.size
+
+
 def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Raising:
         def step_ended(self, stats: StepStats, outputs: StepOutputs) -> Any:
