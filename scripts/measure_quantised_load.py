@@ -2,7 +2,7 @@
 
 Flow:    seeded random finite numbers -> a Llama of fp8 in blocks of 128 x 128, in a folder -> load_model -> VmHWM
 
-    python scripts/measure_quantised_load.py [--gigabytes 4] [--folder DIR]
+    python scripts/measure_quantised_load.py [--gigabytes 4] [--folder DIR] [--keep]
 
 Layers have the sizes of Llama 3 8B, 18 of them in 4 GB. The model is loaded in a process of its own, whose highest
 resident memory the kernel keeps; Linux only. The folder is removed afterwards.
@@ -35,12 +35,13 @@ PROJECTIONS = {
 LAYER_BYTES = sum(rows * columns for rows, columns in PROJECTIONS.values())
 PROGRAM = """
 import sys, time
-from kvjax.models import load_model
 import jax
+from flax import nnx
+from kvjax.models import load_model
 start = time.perf_counter()
-model = load_model(sys.argv[1], None, **eval(sys.argv[2]))
+model = load_model(sys.argv[1], keep_quantised=sys.argv[2] == "keep")
 seconds = time.perf_counter() - start
-held = sum(leaf.nbytes for leaf in jax.tree.leaves(__import__("flax").nnx.state(model.module)))
+held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model.module)))
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(held, int(peak) * 1024, seconds)
 """
@@ -99,13 +100,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the checkpoint (default: 4)")
     parser.add_argument("--folder", type=Path, help="where to put it for a while (default: the system's)")
-    parser.add_argument("--options", default="{}", help="further arguments of load_model, a dict")
+    parser.add_argument("--keep", action="store_true", help="load with keep_quantised")
     args = parser.parse_args()
     num_layers = max(1, round((args.gigabytes * 1e9 - 2 * VOCAB * HIDDEN) / LAYER_BYTES))
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         write(Path(folder), num_layers)
         stored = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-        command = [sys.executable, "-c", PROGRAM, folder, args.options]
+        command = [sys.executable, "-c", PROGRAM, folder, "keep" if args.keep else ""]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     held, peak, seconds = (float(word) for word in done.stdout.split())
     print(

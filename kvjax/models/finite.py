@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import numpy as np
 
-_EXPONENTS = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
+_EXPONENTS = {
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+    "float32": (np.uint32, 0x7F800000),
+    "float8_e4m3fn": (np.uint8, 0x7F),  # has no infinity, and one NaN of each sign
+    "float8_e5m2": (np.uint8, 0x7C),
+}
 _PIECE = 1 << 20  # numbers
 
 
 def num_not_finite(array: np.ndarray) -> int:
-    """How many numbers are NaN or infinite; 0 of dtypes other than bfloat16, float16 and float32."""
+    """How many numbers are NaN or infinite; 0 of dtypes that are no floats of 32, 16 or 8 bits."""
     if array.dtype.name not in _EXPONENTS:
         return 0
     unsigned, mask = _EXPONENTS[array.dtype.name]

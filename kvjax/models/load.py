@@ -29,6 +29,7 @@ from kvjax.models.configs.rope import RopeConfig
 from kvjax.models.finite import num_not_finite
 from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.quantised import Scheme, dequantised, scheme_of
+from kvjax.models.quantised.kept import keep_projections
 from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
 from kvjax.models.tensor_files import CheckpointTensor, open_tensors
@@ -72,11 +73,13 @@ def load_model(
     max_model_len: int | None = None,
     streaming: StreamingWindow | None = None,
     check_finite: bool = True,
+    keep_quantised: bool = False,
 ) -> LoadedModel:
     """The model in `folder`, split over the axis `tensor_axis` of `mesh` if there is one.
 
     Weights are in `dtype`, None: in that of the folder's config.json; the config that comes back says which. Quantised
-    weights are made that on the way, one tensor at a time; `kvjax.models.quantised` has the ways that are read.
+    weights are made that on the way, one tensor at a time; `kvjax.models.quantised` has the ways that are read. With
+    `keep_quantised` projections in float8, or in int8 without zero points, stay as they are stored.
     With `max_model_len` it is made for sequences of that many tokens at most, which long and dynamic rope go by; an
     engine sees to that by itself. With `streaming` its layers, which have full attention, see a window and the first
     tokens only. `check_finite` reads every weight once more while it is in memory, about 1 s for 4 GB.
@@ -88,7 +91,7 @@ def load_model(
         MissingExtraError: safetensors or tokenizers is not installed.
         NotImplementedError: weights are quantised by something that is not read, or have an adapter beside them.
         ValueError: weights have no such dtype here, heads or feed-forward columns do not divide over the axis, or
-            layers other than of full attention are to stream.
+            layers other than of full attention are to stream; nothing is quantised so that it could be kept.
     """
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
@@ -104,15 +107,17 @@ def load_model(
         mesh = with_auto_axes(mesh)
         config.check_split(mesh.shape.get(tensor_axis, 1))
     abstract = nnx.eval_shape(lambda: build_model(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
-    params = nnx.to_flat_state(state)
+    params = nnx.to_flat_state(nnx.state(abstract))
     with ExitStack() as stack:
         tensors = _open_weights(folder, config, abstract, scheme, stack)
         sources = _match_tensors([(path, param.shape) for path, param in params], tensors, abstract, folder)
+        if keep_quantised:
+            sources, tensors = keep_projections(abstract, sources, tensors)
+        graph, state = nnx.split(abstract)
         # Parameters that are parts of one tensor come close together.
         read = lru_cache(maxsize=2)(lambda name: tensors[name].read())
         loaded = []
-        for path, param in params:
+        for path, param in nnx.to_flat_state(state):
             source = sources[path]
             parts = [read(name) for name in source.names]
             with np.errstate(over="ignore" if check_finite else "warn"):

@@ -21,11 +21,16 @@ def save_weights(module: LanguageModel, folder: str | Path, dtype: str = "bfloat
 
     Raises:
         MissingExtraError: safetensors is not installed.
-        NotImplementedError: the checkpoint's tensors hold several parameters each.
+        NotImplementedError: the checkpoint's tensors hold several parameters each, or weights are kept quantised.
     """
     safetensors_numpy = require_extra("safetensors.numpy", "hf", "saving a checkpoint")
     tensors = {}
     for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        if path[-1] == "kernel_scale":
+            raise NotImplementedError(
+                f"expected weights of one dtype, got {'.'.join(map(str, path[:-1]))} kept quantised: load the model "
+                "without keep_quantised to save it"
+            )
         source = tensor_source(module, path, module.tensor_prefixes[0])
         values = param[...]
         is_float = jnp.issubdtype(values.dtype, jnp.floating)

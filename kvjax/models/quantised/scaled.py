@@ -31,13 +31,21 @@ class ScaledFloats(Layout):
     divisor: StoredTensor | None = None  # of all scales
     is_in_dtype_of_scale: bool = False  # the product is rounded to that first
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one matrix of eight-bit floats."""
+        return self.weight.dtype in FLOAT8 and len(self.shape) == 2
+
+    def scales(self) -> np.ndarray:  # float32 of the shape that they are stored in
+        """What numbers are multiplied by."""
+        scales = read_scale(self.scale)
+        return scales if self.divisor is None else scales / read_scale(self.divisor).reshape(())
+
     def dequantise(self, dtype: np.dtype[Any]) -> np.ndarray:
         """The product."""
         rows, columns = self.shape[-2:]
         grid = Grid(block_of(rows, self.block[0]), block_of(columns, self.block[1]))
-        scales = read_scale(self.scale).reshape(-1, -(-rows // self.block[0]), -(-columns // self.block[1]))
-        if self.divisor is not None:
-            scales = scales / read_scale(self.divisor).reshape(())
+        scales = self.scales().reshape(-1, -(-rows // self.block[0]), -(-columns // self.block[1]))
         stored = self.weight.read()
         matrices = stored.reshape(-1, *stored.shape[-2:])
         floats = float8 if self.weight.dtype in FLOAT8 else lambda part: float4(part.view(np.uint8))
@@ -89,11 +97,20 @@ class ScaledIntegers(Layout):
     group_axis: int = 1
     is_transposed: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a matrix of bytes without zero points, in blocks."""
+        return not self.num_bits and self.zero is None and self.groups is None and not self.is_transposed
+
+    def scales(self) -> np.ndarray:  # float32 of the shape that they are stored in
+        """What numbers are multiplied by."""
+        return read_scale(self.scale)
+
     def dequantise(self, dtype: np.dtype[Any]) -> np.ndarray:
         """`(number - zero) * scale`."""
         rows, columns = self.shape[::-1] if self.is_transposed else self.shape
         num_scales = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-        scale = read_scale(self.scale).reshape(num_scales)
+        scale = self.scales().reshape(num_scales)
         grid = self._grid(rows, columns, num_scales)
         zero = self._zero_points(num_scales)
         stored = self.weight.read()
