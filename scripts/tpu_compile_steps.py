@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.lab.tpu.chips import CHIPS, ENVIRONMENT
 from scripts.lab.tpu.compiler import ROOT
 
-# A shipped config of each family that runs, and the first layers that have every kind of layer among them.
+# A shipped config of each family that runs, and the first layers that have every kind of layer among them. Not OLMo
+# hybrid: its keys of 96 and values of 192 numbers are no whole lanes, so XLA computes its delta rule and copies states.
 STEPS = {
     "llama-3-8b": 2,
     "mistral-7b": 2,
@@ -52,6 +53,9 @@ STEPS = {
     "qwen3-next-80b-a3b": 4,
     "kimi-linear-48b-a3b": 4,
     "nemotron-3-nano-30b-a3b": 6,
+    "lfm2-1.2b": 3,
+    "falcon-h1-0.5b": 2,
+    "mamba-codestral-7b": 2,
 }
 # Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as on four chips of a deployment.
 BLOCKS = {
@@ -61,10 +65,14 @@ BLOCKS = {
     "qwen3-next-80b-a3b": 8192,
     "kimi-linear-48b-a3b": 14_000,
     "nemotron-3-nano-30b-a3b": 4096,
+    "lfm2-1.2b": 65_536,
+    "falcon-h1-0.5b": 8192,
+    "mamba-codestral-7b": 16_384,
 }
-HYBRIDS = [model for model in BLOCKS if model != "deepseek-v4-flash"]  # states and tokens
-# Chips that share the heads at most. A quarter of Granite's channels is no multiple of 128, as its convolution wants.
-SHARDS = {"granite-4.0-h-small": 2}
+HYBRIDS = [model for model in BLOCKS if model not in ("deepseek-v4-flash", "mamba-codestral-7b")]  # states and tokens
+# Chips that share the heads at most. A quarter of Granite's and Falcon's channels is no multiple of 128, as their
+# convolutions want.
+SHARDS = {"granite-4.0-h-small": 2, "falcon-h1-0.5b": 2}
 
 
 def compile_step(

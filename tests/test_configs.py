@@ -53,11 +53,15 @@ CACHES = {  # layers, caches of their own, longest request, dtype of the cache
 
 
 HYBRID = {  # layers, caches of their own, longest request, what a token's cache is made of
+    "falcon-h1-0.5b": (36, 36 + 36, 16_384, "2 KV heads of 64 and a state in each layer"),
     "granite-4.0-h-small": (40, 40, 131_072, "8 KV heads of 128, 36 layers with states"),
     "jamba-1.5-large": (72, 72, 262_144, "8 KV heads of 128, 63 layers with states"),
     "jamba-1.5-mini": (32, 32, 262_144, "8 KV heads of 128, 28 layers with states"),
     "kimi-linear-48b-a3b": (27, 27, 1_048_576, "a latent of 576, 20 layers with states"),
+    "lfm2-1.2b": (16, 16, 128_000, "8 KV heads of 64, 10 layers with states"),
+    "mamba-codestral-7b": (64, 64, 1_048_576, "64 layers with states"),
     "nemotron-3-nano-30b-a3b": (52, 6 + 23, 262_144, "2 KV heads of 128, 23 layers with states"),
+    "olmo-hybrid-7b": (32, 32, 65_536, "30 KV heads of 128, 24 layers with states"),
     "qwen3-next-80b-a3b": (48, 48, 262_144, "2 KV heads of 256, 36 layers with states"),
 }
 

@@ -22,11 +22,14 @@ from pallas_kernels.tpu.slab_refs import reason_of_slabs
 
 ROW = 512  # bytes
 HYBRIDS = [
+    "falcon-h1-0.5b",
     "granite-4.0-h-small",
     "jamba-1.5-large",
     "jamba-1.5-mini",
     "kimi-linear-48b-a3b",
+    "lfm2-1.2b",
     "nemotron-3-nano-30b-a3b",
+    "olmo-hybrid-7b",
     "qwen3-next-80b-a3b",
 ]
 GPU_BLOCK = 8  # tokens, of which copies of GPU kernels begin at multiples

@@ -21,19 +21,21 @@ _HEAD_DIMS = (
 _WIDTHS = (
     *("intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_intermediate_size"),
     *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
-    *("encoder_ffn_dim", "decoder_ffn_dim", "kv_lora_rank", "q_lora_rank", "o_lora_rank"),
+    *("block_ff_dim", "encoder_ffn_dim", "decoder_ffn_dim", "kv_lora_rank", "q_lora_rank", "o_lora_rank"),
 )
 _MOST: Data = {
     **dict.fromkeys(_HEADS, HEADS),
     **dict.fromkeys(_HEAD_DIMS, HEAD_DIM),
     **dict.fromkeys(_WIDTHS, 32),
     **dict.fromkeys(("hidden_size", "d_model"), 64),
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "num_heads"), 8),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k_experts"), 2),
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 16),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "linear_num_key_heads", "n_groups", "o_groups"), 2),
     "hidden_size_per_layer_input": 8,
     "linear_num_value_heads": HEADS,
+    "mamba_d_ssm": 8 * HEAD_DIM,
     "max_source_positions": 30,
     "num_hidden_layers": LAYERS,
     "num_kv_shared_layers": 2,
