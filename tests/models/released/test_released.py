@@ -5,6 +5,7 @@ Those of configs/models are among them, which the package ships.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,10 @@ def test_a_cache_is_planned(one: Released, tmp_path: Path, capsys: pytest.Captur
 def test_a_small_one_of_it_runs(one: Released) -> None:
     """Random weights: a prompt in chunks, then single tokens, the same ones a second time from the cache."""
     config: Any = ModelConfig.from_dict(shrunk(one.data)).for_length(CONFIG.max_model_len or 0)
+    config = dataclasses.replace(config, quant_method=None)  # as weights are that were made bfloat16 at load
     module = build_model(config, dtype="float32", rngs=nnx.Rngs(0))
-    engine = LLMEngine(LoadedModel(config, module, None), CONFIG)
+    settings = dataclasses.replace(CONFIG, block_size=config.default_block_size)
+    engine = LLMEngine(LoadedModel(config, module, None), settings)
     shape = next(iter(config.encoder_shapes), None)
     features = {} if shape is None else {"encoder_features": np.ones(shape, np.float32)}
     params = SamplingParams(max_tokens=6, temperature=0.0)
