@@ -30,7 +30,7 @@ def _table(dtype: str) -> np.ndarray:  # float32[256]
 
 def float8(values: np.ndarray) -> np.ndarray:  # float8[...] -> float32[...]
     """The numbers, by a table of all 256, which is several times as fast as converting each."""
-    return _table(values.dtype.name)[values.view(np.uint8)]
+    return np.take(_table(values.dtype.name), values.view(np.uint8))
 
 
 def float4(values: np.ndarray) -> np.ndarray:  # uint8[..., n] -> float32[..., 2 n]

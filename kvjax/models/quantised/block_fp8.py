@@ -10,6 +10,7 @@ AutoFP8 have one `weight_scale`. Scales are floats, or powers of two by their ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,6 +30,9 @@ class BlockFp8(Scheme):
     """`quant_method` "fp8"."""
 
     block: tuple[int, int] | None  # None: one scale for all of a tensor
+    may_be_one: bool = (
+        False  # a tensor may have one scale for all of it in spite of blocks, of which the config is silent
+    )
 
     companions: ClassVar[Mapping[str, tuple[str, str]]] = {
         "_scale_inv": ("scale", ""),
@@ -40,7 +44,10 @@ class BlockFp8(Scheme):
         """Blocks of the config, or of four-bit floats."""
         weight, shape = floats_of(parts, "weight", "scale", (*FLOAT8, *FLOAT4))
         scale = part_of(parts, "scale", "weight", SCALES)
-        block = FLOAT4_BLOCK if weight.dtype in FLOAT4 else self.block or (shape[-2], shape[-1])
+        is_one = self.may_be_one and math.prod(scale.shape) == 1
+        block = FLOAT4_BLOCK if weight.dtype in FLOAT4 else self.block
+        if block is None or is_one:
+            block = (shape[-2], shape[-1])
         check_blocks(scale, shape, block)
         return ScaledFloats(weight, scale, block, shape)
 
@@ -56,7 +63,7 @@ def block_fp8(config: Mapping[str, Any], where: str) -> BlockFp8:
         return BlockFp8(None)
     if not isinstance(block, list | tuple) or len(block) != 2 or any(type(one) is not int or one < 1 for one in block):
         raise ConfigError(f"{where}: expected 'weight_block_size' as two positive integers or null, got {block!r}")
-    return BlockFp8((block[0], block[1]))
+    return BlockFp8((block[0], block[1]), may_be_one="weight_block_size" not in config)
 
 
 __all__ = ["BlockFp8", "block_fp8"]

@@ -21,7 +21,7 @@ from kvjax.models.quantised.bits import power_of_two
 from kvjax.models.quantised.scheme import Misfit
 from kvjax.models.tensor_files import StoredTensor
 
-PIECE = 1 << 21  # numbers in float32 at a time
+PIECE = 1 << 18  # numbers in float32 at a time, which caches hold
 
 
 def in_pieces(
@@ -60,7 +60,7 @@ class Grid:
 
     def product(
         self,
-        values_of: Callable[[slice], np.ndarray],  # rows -> float32[rows, num_columns]
+        values_of: Callable[[slice], np.ndarray],  # rows -> float32[rows, num_columns], written over
         scale: np.ndarray,  # float32[R, C]
         zero: np.ndarray | None,  # float32[R, C]
         dtype: np.dtype[Any],
@@ -71,9 +71,9 @@ class Grid:
         def piece(part: slice) -> np.ndarray:
             values = values_of(part)
             if zero is not None:
-                values = values - self.spread(zero, part)
-            product = values * self.spread(scale, part)
-            return product if through is None or through == product.dtype else product.astype(through)
+                values -= self.spread(zero, part)
+            values *= self.spread(scale, part)
+            return values if through is None or through == values.dtype else values.astype(through)
 
         return in_pieces((len(self.rows), len(self.columns)), dtype, piece)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import load_model
 from kvjax.models.quantised.bits import float4, float8, power_of_two
+from tests.models.golden_models import model_folder
 from tests.models.quantised.checkpoints import PROJECTION, loaded_projection, write_quantised
 
 FINITE = np.asarray([byte for byte in range(256) if byte & 0x7F != 0x7F], np.uint8)
@@ -69,6 +74,13 @@ def test_an_element_is_its_number_times_the_scale_of_its_block(tmp_path: Path, d
         number = np.float32(number_of(int(weight[row, column].view(np.uint8))))
         expected[row, column] = number * np.float32(scale[row // 40, column // 24])
     np.testing.assert_array_equal(loaded_projection(folder, dtype), expected.astype(jnp.dtype(dtype)))
+
+
+def test_one_scale_is_for_all_of_a_tensor_where_the_config_is_silent_of_blocks(tmp_path: Path) -> None:
+    """As AutoFP8 writes it."""
+    parts = {".weight": drawn((96, 64)), ".weight_scale": np.float32(0.0123)}
+    folder = write_quantised(tmp_path, {"quant_method": "fp8", "activation_scheme": "static"}, parts)
+    np.testing.assert_array_equal(loaded_projection(folder), drawn((96, 64)).astype(np.float32) * np.float32(0.0123))
 
 
 @pytest.mark.parametrize("end", [".weight_scale_inv", ".weight_scale"])
@@ -159,3 +171,28 @@ def test_blocks_that_cannot_be_are_refused(tmp_path: Path, block: Any) -> None:
         ConfigError, match=r"config\.json: expected 'weight_block_size' as two positive integers or null"
     ):
         load_model(folder, "float32")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v4", "jamba", "phi3"])
+def test_every_matrix_of_a_model_may_be_quantised(tmp_path: Path, name: str) -> None:
+    """Those that several parameters share, that experts have, and that have other names in files."""
+    tensors = load_file(model_folder(name) / "model.safetensors")
+    matrices = [
+        key for key, x in tensors.items() if x.ndim == 2 and re.search(r"(proj|w[123]|wq_[ab]|wkv)\.weight$", key)
+    ]
+    assert len(matrices) > 10
+    plain, parts = dict(tensors), dict(tensors)
+    for i, key in enumerate(matrices):
+        values, scale = tensors[key].astype(jnp.float8_e4m3fn), np.full((1, 1), 2.0 ** -(i % 3), np.float32)
+        parts |= {key: values, f"{key}_scale_inv" if i % 2 else key.removesuffix("weight") + "scale": scale}
+        plain[key] = (values.astype(np.float32) * scale).astype(jnp.bfloat16)
+    config = json.loads((model_folder(name) / "config.json").read_text())
+    for part, written, changes in (
+        ("plain", plain, {}),
+        ("fp8", parts, {"quantization_config": fp8(weight_block_size=[999, 999])}),
+    ):
+        (tmp_path / part).mkdir()
+        save_file(written, tmp_path / part / "model.safetensors")
+        (tmp_path / part / "config.json").write_text(json.dumps(config | changes))
+    loaded = (nnx.state(load_model(tmp_path / part, "bfloat16").module) for part in ("plain", "fp8"))
+    jax.tree.map(np.testing.assert_array_equal, *loaded)
