@@ -54,11 +54,13 @@ def small_engine(family: Family, share: float = 0.0, **settings: object) -> Reco
     ],
 )
 def test_slabs_change_hands_and_logits_do_not(family: Family, async_scheduling: bool, share: float) -> None:
-    """Requests push each other's blocks out, and are pushed out themselves."""
+    """Requests push each other's blocks out, and are pushed out themselves; where slabs are few, in more rounds."""
     engine = small_engine(family, share, async_scheduling=async_scheduling)
-    for _ in range(3):
+    assert engine.manager.slabs is not None
+    for num_rounds in range(1, 16):
         for golden, result in run_goldens(engine, family):
             assert_golden(engine, golden, result)
-    assert engine.manager.slabs is not None
+        if num_rounds >= 3 and engine.manager.slabs.num_moved > 10:
+            break
     assert engine.manager.slabs.num_moved > 10
     assert_nothing_is_left(engine)
