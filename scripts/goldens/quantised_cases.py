@@ -8,6 +8,8 @@ is left to transformers, whose numbers the goldens are.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,10 @@ from typing import Any
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
 
 from scripts.goldens.families_experts import families as families_of_experts
 from scripts.goldens.family import TINY, Family, rope
@@ -160,6 +164,45 @@ def compressed_cases() -> dict[str, Case]:
     }
 
 
+AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]  # the output in each four bits of a word
+
+
+def awq(name: str, weight: torch.Tensor) -> Tensors:
+    """Groups of 32 inputs, from their least to their largest number in 16 steps, eight outputs a word."""
+    groups = weight.T.reshape(-1, 32, weight.shape[0])
+    scales = ((groups.amax(1) - groups.amin(1)) / 15).to(torch.float16)
+    zeros = (-groups.amin(1) / scales.float()).round().clamp(0, 15)
+    numbers = ((groups / scales.float()[:, None]).round() + zeros[:, None]).clamp(0, 15)
+
+    def words(values: torch.Tensor) -> torch.Tensor:
+        ordered = values.to(torch.int64).reshape(len(values), -1, 8)[:, :, AWQ_PLACES]
+        return (ordered << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+    stem = name.removesuffix("weight")
+    flat = numbers.reshape(-1, weight.shape[0])
+    return {f"{stem}qweight": words(flat), f"{stem}qzeros": words(zeros), f"{stem}scales": scales}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwqCase(Case):
+    """transformers reads AWQ with another package only; compressed-tensors converts it to a form that it reads."""
+
+    def load(self, folder: Path) -> torch.nn.Module:
+        """The checkpoint, converted by compressed-tensors and dequantised by transformers."""
+        converter = AutoAWQConverter.from_autoawq_config(self.quantization)
+        tensors = converter.process(load_file(folder / "model.safetensors"))
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = converter.update_config(None).model_dump(mode="json")
+        with tempfile.TemporaryDirectory() as home:
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()},
+                Path(home) / "model.safetensors",
+                metadata={"format": "pt"},
+            )
+            (Path(home) / "config.json").write_text(json.dumps(config))
+            return super().load(Path(home))
+
+
 def cases() -> dict[str, Case]:
     """Every case by its name."""
     return {
@@ -189,6 +232,19 @@ def cases() -> dict[str, Case]:
             read={"quantization_config": transformers.Mxfp4Config(dequantize=True)},
         ),
         **compressed_cases(),
+        "awq": AwqCase(
+            family=llama(),
+            quantization={
+                "bits": 4,
+                "group_size": 32,
+                "modules_to_not_convert": None,
+                "quant_method": "awq",
+                "version": "gemm",
+                "zero_point": True,
+            },
+            store=awq,
+            read={"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)},
+        ),
     }
 
 
