@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from kvjax.tiers.config import TierConfig
 from kvjax.tiers.shared.config import SharedTierConfig
 from kvjax.tiers.tiers import Tiers
 from tests.engine.engines import assert_no_leak
-from tests.engine.step.test_tiers import GREEDY, HOST, make_engine, num_cached, rounds
+from tests.engine.step.test_tiers import GREEDY, HOST, MEMORY_BYTES, make_engine, num_cached, rounds
 from tests.models.golden_models import goldens_of
-from tests.tiers.shared.stores import KINDS, UNHURRIED, config, memory_store, server
+from tests.tiers.shared.stores import UNHURRIED, config, memory_store, needs_server, server
 
 __all__ = ["config", "server"]  # fixtures
 
@@ -31,15 +32,35 @@ def close(engine: LLMEngine) -> None:
     engine.connector.close()
 
 
-@pytest.mark.parametrize("secret", [None, "correct horse battery staple"])
-@pytest.mark.parametrize("name", ["gemma3", "jamba"])
-@pytest.mark.parametrize("kind", KINDS)
+SECRET = "correct horse battery staple"
+QUICK = [("memory", "gemma3", None), ("folder", "jamba", SECRET), ("redis", "gemma3", SECRET)]
+ALL = [
+    (kind, name, secret) for kind in ("memory", "folder", "redis") for name in MEMORY_BYTES for secret in (None, SECRET)
+]
+
+
+@functools.cache
+def plain_rounds(name: str) -> list[np.ndarray]:
+    """Tokens without a tier."""
+    return rounds(make_engine(name), name, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "secret"),
+    [
+        pytest.param(
+            *case,
+            marks=[needs_server] * (case[0] == "redis") + [pytest.mark.sweep] * (case not in QUICK),
+            id=f"{case[0]}-{case[1]}-{'plain' if case[2] is None else 'secret'}",
+        )
+        for case in ALL
+    ],
+)
 def test_the_second_engine_hits_what_the_first_computed(
     config: SharedTierConfig, name: str, secret: str | None
 ) -> None:
     config = SharedTierConfig(store=config.store, prefix=config.prefix, secret=secret, **UNHURRIED)
-    plain = make_engine(name)
-    expected = rounds(plain, name, 1)
+    expected = plain_rounds(name)
     first, second = (make_engine(name, tiers=tiers_of(config)) for _ in range(2))
     for own, other in zip(rounds(first, name, 1), expected, strict=True):
         np.testing.assert_array_equal(own, other)
@@ -58,7 +79,7 @@ def test_the_second_engine_hits_what_the_first_computed(
 def test_below_a_host_a_disk_or_neither(settings: dict[str, Any], tmp_path: Path) -> None:
     """What the disk has is read from there; the second engine has a disk of its own, and finds all in the store."""
     shared = SharedTierConfig(store=memory_store(), **UNHURRIED)
-    expected = rounds(make_engine("gemma3"), "gemma3", 1)
+    expected = plain_rounds("gemma3")
     loads = []
     for number in range(2):
         own = dict(settings)
@@ -137,7 +158,7 @@ def test_hashes_that_can_be_turned_back_are_refused_with_a_secret() -> None:
 
 def test_prompts_at_once_and_async_scheduling() -> None:
     shared = SharedTierConfig(store=memory_store(), **UNHURRIED)
-    expected = rounds(make_engine("gemma3"), "gemma3", 1)
+    expected = plain_rounds("gemma3")
     for _ in range(2):
         engine = make_engine("gemma3", tiers=tiers_of(shared), async_scheduling=True, zero_new_pages=True)
         for own, other in zip(rounds(engine, "gemma3", 1, at_once=3), expected, strict=True):

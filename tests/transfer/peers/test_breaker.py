@@ -11,6 +11,7 @@ from kvjax.transfer.peers.breaker import FIRST_PAUSE_S, LAST_PAUSE_S, NUM_FAILUR
 def test_pauses_double_up_to_the_longest_and_end_with_an_answer() -> None:
     now = 0.0
     breaker = Breaker(clock=lambda: now)
+    assert NUM_FAILURES == 3, "as the guide says"
     for _ in range(NUM_FAILURES - 1):
         breaker.failed("a")
         breaker.check("a")

@@ -141,6 +141,8 @@ def test_a_taken_port_and_limits_that_cannot_be_are_refused() -> None:
             PageServer(key, one.server.address)
         with pytest.raises(ValueError, match="expected positive limits, got offer_ttl_s=0"):
             PageServer(key, offer_ttl_s=0)
+        with pytest.raises(ValueError, match=r"expected positive limits, got .*max_offer_bytes=-1"):
+            PageServer(key, max_offer_bytes=-1)
         with pytest.raises(ValueError, match="expected positive limits, got timeout_s=-1"):
             PageClient(key, timeout_s=-1)
         with pytest.raises(ValueError, match="expected a request of at least 11 tokens, got 3"):

@@ -9,9 +9,12 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
+from kvjax.transfer import TransferKey
+from kvjax.transfer.peers import certificates
 from tests.transfer.peers.one_offer import one_offer
 
 Address = tuple[str, int]
@@ -113,3 +116,25 @@ def run_beside(threads: list[threading.Thread], work: Callable[[], None]) -> Non
         work()
     for thread in threads:
         thread.join()
+
+
+@pytest.mark.parametrize("has_certificate", [False, True])
+def test_whoever_proves_nothing_is_told_nothing(has_certificate: bool, tmp_path: Path) -> None:
+    """He trusts anybody, and shows no certificate or one of another key: not a byte of HTTP/2 comes back."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if has_certificate:
+        pem = certificates._pem(TransferKey.generate())
+        (tmp_path / "pair").write_bytes(pem.certificate + pem.private_key)
+        context.load_cert_chain(tmp_path / "pair")
+    heard = b""
+    with (
+        one_offer() as one,
+        suppress(ssl.SSLError, ConnectionError),
+        socket.create_connection(address_of(one.server.address), timeout=20) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        heard = connection.recv(1_000)
+    assert heard == b""

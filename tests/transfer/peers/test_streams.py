@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import cbor2
+import chex
+import jax
+import numpy as np
 import pytest
 
 from kvjax.errors import TransferError
+from kvjax.transfer import Source
 from kvjax.transfer.head_part import HeadPart
 from kvjax.transfer.peers import page_client, page_server
 from kvjax.transfer.peers.wire import PullRequest
@@ -51,6 +55,34 @@ def test_a_stream_that_fails_ends_the_pull_and_no_other(place: int, monkeypatch:
         patch.undo()
         one.client.pull(ticket, one.writer).wait(20)
         one.assert_serves()
+
+
+@pytest.mark.parametrize("num_sources", [2, 4])
+def test_sources_that_share_the_heads_fill_one_array(num_sources: int) -> None:
+    """Entries without heads come from the first alone."""
+    with one_offer() as one:
+        sources = []
+        for i in range(num_sources):
+            offer_id = one.server.offer_id(bytes([i]))
+            one.server.hold(one.sent, offer_id, HeadPart(i, i + 1, num_sources))
+            sources.append(Source(one.server.address, offer_id))
+        ticket = one.client.read(one.server.ticket(sources, one.sent.header, one.request))
+        found = one.client.pull(ticket, one.writer).wait(20)
+        chex.assert_trees_all_equal(found.arrays, one.sent.arrays)
+
+
+def test_a_process_without_devices_of_the_rank_asks_for_nothing_and_has_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dirty(shape: int, dtype: type) -> np.ndarray:
+        return np.full(shape, 255, dtype)
+
+    with one_offer() as one:
+        ticket = one.client.read(one.offer())
+        monkeypatch.setattr(one.writer, "own_heads", lambda rank: None)
+        monkeypatch.setattr(page_client.np, "empty", dirty)
+        found = one.client.pull(ticket, one.writer).wait(20)
+        for array in jax.tree.leaves(found.arrays):
+            assert not np.asarray(array).any()
+        assert not {stream for _, stream in one.client._channels} - {0}
 
 
 def test_a_request_comes_back_from_its_bytes() -> None:
