@@ -215,6 +215,12 @@ def _remedy(folder: Path) -> str:
     """What to do where `folder` has no config.json."""
     if folder.is_file():
         return f"; {folder} is a file: give the folder that it is in"
+    quantised = sorted(file.name for file in folder.glob("*.gguf")) if folder.is_dir() else []
+    if quantised:
+        return (
+            f"; {quantised[0]} has weights quantised by GGUF, which is not read: take the model's release in "
+            "safetensors files"
+        )
     if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
         return ""
     return (

@@ -25,6 +25,14 @@ def test_what_is_not_read_is_refused_by_its_name_with_what_to_do(tmp_path: Path,
         load_model(folder)
 
 
+def test_a_folder_of_gguf_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "model-q4_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        ConfigError, match=r"found no .*config\.json; model-q4_0\.gguf has weights quantised by GGUF, which"
+    ):
+        load_model(tmp_path)
+
+
 def test_a_method_without_a_name_is_refused(tmp_path: Path) -> None:
     folder = write_quantised(tmp_path, {"load_in_4bit": True}, {})
     with pytest.raises(NotImplementedError, match="got weights quantised by an unnamed method: take a release"):
