@@ -219,9 +219,10 @@ def longest_request(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
 
 
 def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePlan:
-    """A cache for the requests of `trace`; or, where blocks are given, for as long ones as the blocks hold.
+    """A cache for the requests of `trace`, or for as long ones as it holds: what is longer is refused in the replay.
 
-    What is longer is refused in the replay.
+    Raises:
+        MemoryBudgetError: it does not hold any request.
     """
     longest = longest_request(trace, config)
     in_flight = longest if config.serial else config.batching.max_num_batched_tokens
@@ -232,7 +233,9 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
     if config.num_blocks is not None:
         num_blocks = config.num_blocks + 1
         longest = max(shape.longest_request_in([num_blocks] * shape.num_pools, longest, in_flight), 1)
-    elif config.memory_bytes is not None and load is None and shape.num_pools > 1 and not config.shares_memory:
+    if config.memory_bytes is not None:
+        longest = shape.longest_request(config.memory_bytes, longest, in_flight) or longest
+    if config.memory_bytes is not None and load is None and shape.num_pools > 1 and not config.shares_memory:
         load = load_of(
             trace,
             shape,

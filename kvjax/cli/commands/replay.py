@@ -6,6 +6,7 @@ Flow:    arguments -> [run] -> kvjax.replay.run_replay -> text, JSON, plots; of 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,12 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replays and prints the result, or what there is of it when an interrupt comes; 0, or that it came.
+    """Replays and prints the result, or what there is of it when an interrupt comes; 0, 130 then, 1: all were refused.
 
     Raises:
         TraceError: a trace of an unknown form, or a bad line of it.
         ConfigError: neither or both of a trace and --generate, options that contradict one another, or a bad model.
-        MemoryBudgetError: the cache does not hold the longest request.
+        MemoryBudgetError: the cache holds no request.
         MissingExtraError: --plot without matplotlib.
         CallLogError: --calls with a file of none, or an answer that differs.
     """
@@ -128,6 +129,9 @@ def run(args: argparse.Namespace) -> int:
         from kvjax.cli.replay.plot import plot_replay
 
         plot_replay(result, args.plot, title=f"{Path(args.trace).name if args.trace else args.generate}, {args.model}")
+    if result.recorder.refused == len(trace):
+        print("kvjax replay: every request is larger than the cache, and was refused", file=sys.stderr)
+        return 1
     return 0 if result.is_complete else INTERRUPTED
 
 

@@ -102,7 +102,7 @@ def run_replicas(args: argparse.Namespace, trace: Sequence[TraceRequest], source
 
     Raises:
         ConfigError: a bad model, or a shared disk without a size.
-        MemoryBudgetError: the cache does not hold the longest request.
+        MemoryBudgetError: the cache holds no request.
     """
     config = replace(config_of(args), tiers=shared_tiers_of(args))
     routers = list(dict.fromkeys(args.router or [DEFAULT_ROUTER]))

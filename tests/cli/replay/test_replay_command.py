@@ -252,8 +252,20 @@ def test_what_is_evicted_and_refused_is_told(tmp_path: Path, capsys: pytest.Capt
     write_trace([*(TraceRequest(i, 16_384, 1, tuple(range(32 * i, 32 * i + 32))) for i in range(20))], path)
     out = run(capsys, path, "--serial", "--num-blocks", 1_030, "--plot", tmp_path / "p.png")
     assert "lifetime of a block's contents" in out
-    out = run(capsys, path, "--serial", "--num-blocks", 1_000, "--plot", tmp_path / "p.png")
-    assert "refused, since larger than the cache: 20 requests" in out
+    assert main(["replay", str(path), "--serial", "--num-blocks", "1000", "--plot", str(tmp_path / "p.png")]) == 1
+    captured = capsys.readouterr()
+    assert "refused, since larger than the cache: 20 requests" in captured.out
+    assert captured.err == "kvjax replay: every request is larger than the cache, and was refused\n"
+
+
+@pytest.mark.parametrize("size", [("--num-blocks", 100), ("--memory", "210MB")])
+def test_one_long_request_is_refused_and_the_others_run(
+    size: tuple[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace([TraceRequest(0, 300, 1, (0,)), TraceRequest(1, 3_000, 1, tuple(range(6)))], path)
+    out = run(capsys, path, "--model", "llama-3-8b", *size)
+    assert "refused, since larger than the cache: 1 request\n" in out
 
 
 @pytest.mark.parametrize(
