@@ -102,7 +102,10 @@ def as_text(name: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"expected {name} as text that UTF-8 can write, got half a pair: {error}") from None
+        raise ValueError(
+            f"expected {name} as text that UTF-8 can write, got half a pair: {error}; "
+            "text.encode(errors='replace').decode() has none"
+        ) from None
     return str(value)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvjax.core.tables.given_values import as_text
 from kvjax.engine import SamplingParams
 from tests.engine.engines import assert_no_leak, golden_prompts, make_engine
 
@@ -63,3 +64,11 @@ def test_any_iterable_of_prompts_will_do() -> None:
         assert len(results) == 2
         if not isinstance(given, np.ndarray):
             assert [result.output_token_ids.tolist() for result in results] == expected
+
+
+def test_half_of_a_surrogate_pair_is_no_text() -> None:
+    with pytest.raises(
+        ValueError, match=r"got half a pair: .*; text\.encode\(errors='replace'\)\.decode\(\) has none$"
+    ):
+        as_text("a prompt", "ab\ud800")
+    assert as_text("a prompt", "ab\ud800".encode(errors="replace").decode()) == "ab?"
