@@ -45,7 +45,7 @@ class Linear(nnx.Linear):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:  # [..., in] -> [..., out]
         """The projection, in the dtype of `inputs` where the kernel is quantised."""
         if self.kernel_scale is None or self.kernel_block is None:
-            return super().__call__(inputs, out_sharding)
+            return super().__call__(inputs) if out_sharding is None else super().__call__(inputs, out_sharding)
         out = scaled_matmul(inputs, self.kernel[...], self.kernel_scale[...], self.kernel_block)
         return out if self.bias is None else out + self.bias[...].astype(out.dtype)
 
