@@ -24,7 +24,7 @@ from kvjax.cli.generate.report import report_json, request_table, totals, totals
 from kvjax.cli.generate.stream import OrderedTextPrinter
 from kvjax.cli.generate.token_text import token_id_text
 from kvjax.cli.options.fields import add_fields, add_option, read_fields
-from kvjax.cli.options.pool_size import ample_blocks
+from kvjax.cli.options.pool_size import ample_blocks, even
 from kvjax.cli.options.rules import add_rules_argument, release_of
 from kvjax.cli.options.sampling import add_sampling_arguments, read_sampling
 from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 SETTINGS = ("enable_prefix_caching", "sub_block_hits", "idle_state_dtype", "state_block_size", "ring_tokens")
 RULES = ("eviction_policy",)  # what a release of vLLM decides
-MAX_BUCKETS = 8  # compiling a step takes a second or so; a run from the command line is short
+MAX_BUCKETS = 2  # one for decoding, one for all else: a run from the command line is short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +201,7 @@ def _engine_config(
 ) -> EngineConfig:
     """The engine's settings for requests of at most `longest` tokens."""
     block_size = args.block_size or model.config.default_block_size
-    max_model_len = args.max_model_len or min(cdiv(longest, block_size) * block_size, model.config.max_model_len)
+    max_model_len = args.max_model_len or min(even(cdiv(longest, block_size)) * block_size, model.config.max_model_len)
     return EngineConfig(
         block_size=block_size,
         num_blocks=None if args.memory_bytes else args.num_blocks or _ample_blocks(args, model, max_model_len),
@@ -274,10 +274,17 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> It
 
 
 def _warm_up(engine: LLMEngine) -> None:
+    from kvjax.device import count_compilations
+
     start = time.perf_counter()
-    with progress("Compiling", engine.num_buckets, "shape") as advance:
+    with count_compilations() as programs, progress("Compiling", engine.num_buckets, "shape") as advance:
         engine.warmup(advance)
-    print(f"Warm-up {engine.num_buckets} step shapes compiled in {time.perf_counter() - start:.1f} s\n", flush=True)
+    seconds, num_compiled = time.perf_counter() - start, programs.num_programs - programs.num_cached
+    print(
+        f"Warm-up {count_of(engine.num_buckets, 'step shape')} in {seconds:.1f} s: {num_compiled} programs compiled, "
+        f"{programs.num_cached} taken from the compilation cache\n",
+        flush=True,
+    )
 
 
 def _generate(
