@@ -7,15 +7,15 @@ Source:  transformers' configuration_falcon_h1.py, whose defaults files on the H
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import ConfigError
 from kvjax.models.config import FULL
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
-from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
-from kvjax.models.configs.mamba import Mamba2Config, take_dt_limit
+from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.mamba import Mamba2Config, take_mamba2
 from kvjax.models.configs.rope import take_rope
 from kvjax.models.configs.states import StateShapes
 
@@ -52,7 +52,7 @@ class FalconH1Config(AttentionDecoderConfig):
         """The config that `keys` describe."""
         fields = take_decoder_fields(keys)
         keys.take_choice("hidden_act", ("silu",), "silu")  # what follows the convolution
-        bias, mamba = keys.take_flag("attention_bias", False), take_mamba2(keys, fields["hidden_size"])
+        bias, mamba = keys.take_flag("attention_bias", False), take_scan(keys, fields["hidden_size"])
         return cls(
             **fields
             | {
@@ -91,31 +91,17 @@ class FalconH1Config(AttentionDecoderConfig):
         return super().splits_cache(num_shards) and self.states.splits(num_shards)
 
 
-def take_mamba2(keys: ConfigKeys, hidden_size: int) -> Mamba2Config:
-    """Sizes of the Mamba part; a head's dimension of "auto" is what is left for it."""
+def take_scan(keys: ConfigKeys, hidden_size: int) -> Mamba2Config:
+    """Sizes of the Mamba part, whose inputs are scaled one by one."""
     inner = keys.take_int("mamba_expand", 2) * hidden_size
     if keys.take_nullable("mamba_d_ssm") is not None:
         inner = keys.take_int("mamba_d_ssm")
-    num_heads = keys.take_int("mamba_n_heads", 128)
-    head_dim = inner // num_heads if keys.take("mamba_d_head", "auto") == "auto" else keys.take_int("mamba_d_head")
-    if num_heads * head_dim != inner:
-        raise ConfigError(
-            f"{keys.where}: expected mamba_n_heads * mamba_d_head to be {inner} (mamba_d_ssm), "
-            f"got {num_heads} * {head_dim}"
-        )
-    return Mamba2Config(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_groups=keys.take_int("mamba_n_groups", 1),
-        state_dim=keys.take_int("mamba_d_state", 256),
-        num_taps=keys.take_int("mamba_d_conv", 4, most=MAX_TAPS),
-        conv_bias=keys.take_flag("mamba_conv_bias", True),
-        proj_bias=keys.take_flag("mamba_proj_bias", False),
+    return replace(
+        take_mamba2(keys, inner, "mamba_d_ssm"),
         out_bias=keys.take_flag("projectors_bias", False),
         in_scales=take_scales(keys, "ssm_multipliers", 5),
         has_norm=keys.take_flag("mamba_rms_norm", False),
         gate_first=not keys.take_flag("mamba_norm_before_gate", True),
-        dt_limit=take_dt_limit(keys),
     )
 
 

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from kvjax.errors import ConfigError
 from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
-from kvjax.models.configs.mamba import Mamba2Config, take_dt_limit
+from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.mamba import Mamba2Config, take_mamba2
 from kvjax.models.configs.rope import take_rope
 
 _LAYER_TYPES = {"mamba": RECURRENT, "attention": FULL, RECURRENT: RECURRENT, FULL: FULL}
@@ -46,7 +45,8 @@ class GraniteMoeHybridConfig(AttentionDecoderConfig):
         keys.take_choice("hidden_act", ("silu",), "silu")  # what follows the convolution
         keys.take_choice("normalization_function", ("rmsnorm",))
         bias, multiplier = keys.take_flag("attention_bias", False), keys.take_nullable("attention_multiplier")
-        mamba = take_mamba2(keys, fields["hidden_size"])
+        inner = keys.take_int("mamba_expand", 2) * fields["hidden_size"]
+        mamba = take_mamba2(keys, inner, "mamba_expand * hidden_size")
         rope = take_rope(keys, fields["max_model_len"])
         return cls(
             **fields
@@ -71,27 +71,6 @@ def take_mixers(keys: ConfigKeys, num_layers: int) -> tuple[str, ...]:
     """`layer_types` in the names of newer or older files; without them no layer attends."""
     names = keys.take_layer_types((RECURRENT,) * num_layers, tuple(_LAYER_TYPES))
     return tuple(_LAYER_TYPES[name] for name in names)
-
-
-def take_mamba2(keys: ConfigKeys, hidden_size: int) -> Mamba2Config:
-    """Sizes of the Mamba layers; a head's dimension of "auto" is what is left for it."""
-    inner, num_heads = keys.take_int("mamba_expand", 2) * hidden_size, keys.take_int("mamba_n_heads", 128)
-    head_dim = inner // num_heads if keys.take("mamba_d_head", "auto") == "auto" else keys.take_int("mamba_d_head")
-    if num_heads * head_dim != inner:
-        raise ConfigError(
-            f"{keys.where}: expected mamba_n_heads * mamba_d_head to be {inner} (mamba_expand * hidden_size), "
-            f"got {num_heads} * {head_dim}"
-        )
-    return Mamba2Config(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_groups=keys.take_int("mamba_n_groups", 1),
-        state_dim=keys.take_int("mamba_d_state", 256),
-        num_taps=keys.take_int("mamba_d_conv", 4, most=MAX_TAPS),
-        conv_bias=keys.take_flag("mamba_conv_bias", True),
-        proj_bias=keys.take_flag("mamba_proj_bias", False),
-        dt_limit=take_dt_limit(keys),
-    )
 
 
 def take_experts(keys: ConfigKeys, intermediate_size: int) -> ExpertsConfig | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvjax.errors import ConfigError
-from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.keys import MAX_TAPS, ConfigKeys
 from kvjax.models.configs.states import StateShapes
 
 
@@ -74,6 +74,31 @@ class Mamba2Config:
             token_shapes=((self.num_heads, self.head_dim), (self.num_heads,), (self.num_groups, self.state_dim)),
             token_dtypes=(None, "float32", None),
         )
+
+
+def take_mamba2(keys: ConfigKeys, inner_size: int, said: str) -> Mamba2Config:
+    """Sizes by the names of Granite 4 and Falcon-H1; a head's dimension of "auto" is what is left for it.
+
+    `inner_size` is what the keys `said` say of all heads.
+    """
+    num_heads = keys.take_int("mamba_n_heads", 128)
+    is_auto = keys.take("mamba_d_head", "auto") == "auto"
+    head_dim = inner_size // num_heads if is_auto else keys.take_int("mamba_d_head")
+    if num_heads * head_dim != inner_size:
+        raise ConfigError(
+            f"{keys.where}: expected mamba_n_heads * mamba_d_head to be {inner_size} ({said}), "
+            f"got {num_heads} * {head_dim}"
+        )
+    return Mamba2Config(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=keys.take_int("mamba_n_groups", 1),
+        state_dim=keys.take_int("mamba_d_state", 256),
+        num_taps=keys.take_int("mamba_d_conv", 4, most=MAX_TAPS),
+        conv_bias=keys.take_flag("mamba_conv_bias", True),
+        proj_bias=keys.take_flag("mamba_proj_bias", False),
+        dt_limit=take_dt_limit(keys),
+    )
 
 
 def take_dt_limit(keys: ConfigKeys) -> tuple[float, float]:
