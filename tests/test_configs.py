@@ -198,7 +198,7 @@ def test_unknown_deployments_are_listed() -> None:
         ("block_size = '16'", "expected block_size to be of type int, got '16'"),
         ("hybrid = 1", "expected hybrid to be of type bool, got 1"),
         ("memory = 1.5", "expected memory to be a number of bytes or a text, got 1.5"),
-        ("memory = '56G'", "memory: expected a size in bytes"),
+        ("memory = '56X'", "memory: expected a size in bytes"),
     ],
 )
 def test_bad_deployments_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -16,6 +16,7 @@ SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
 NEEDS = {
     "make_config_forms.py": "torch",
     "make_goldens.py": "torch",
+    "make_quantised_goldens.py": "torch",
     "make_setting_goldens.py": "torch",
     "mutate.py": "cosmic_ray",
     "train_demo.py": "optax",
