@@ -22,6 +22,7 @@ from kvjax.models.configs.rope import RopeConfig, take_ropes
 from pallas_kernels.layouts import dtype_bits
 
 FP8 = "float8_e4m3fn"
+FP8_GROUP = 64  # numbers of a latent that share a scale
 INDEXED = "compressed_sparse_attention"
 POOLED = "heavily_compressed_attention"
 _RATES = {INDEXED: 4, POOLED: 128}
@@ -128,8 +129,9 @@ class DeepseekV4Config(DecoderConfig):
 
     @property
     def cache_dtype(self) -> str:
-        """The dtype of caches unless another is asked for: fp8 where weights are quantised."""
-        return self.dtype if self.quant_method is None else FP8
+        """The dtype of caches unless another is asked for: fp8 where weights are quantised and its groups divide."""
+        is_whole = (self.head_dim - self.rope_dim) % FP8_GROUP == 0
+        return FP8 if self.quant_method is not None and is_whole else self.dtype
 
     @property
     def cache_words(self) -> str:
@@ -178,10 +180,13 @@ class DeepseekV4Config(DecoderConfig):
         return specs | {f"layers.{i}.indexer_states": compression.states(dim) for i, compression in indexed}
 
     def _entry(self, dtype: str) -> dict[str, Any]:
-        """In fp8 a byte a number, rotary ones in bfloat16, and a scale byte for each 64 numbers (one is padding)."""
+        """In fp8 a byte a number, rotary ones in bfloat16, and a scale byte for each group (one is padding)."""
         if dtype_bits(dtype) > 8:
             return {"head_size": self.head_dim, "dtype": dtype}
-        return {"head_size": self.head_dim - self.rope_dim + 2 * self.rope_dim + self.head_dim // 64, "dtype": "int8"}
+        return {
+            "head_size": self.head_dim - self.rope_dim + 2 * self.rope_dim + self.head_dim // FP8_GROUP,
+            "dtype": "int8",
+        }
 
     def _index_entry(self, dtype: str) -> dict[str, Any]:
         """In fp8 with one float32 scale."""

@@ -121,6 +121,14 @@ def test_the_published_config_is_read() -> None:
         config.check_split(3)
 
 
+def test_caches_of_latents_that_groups_of_fp8_do_not_divide_are_plain(tmp_path: Path) -> None:
+    """A latent of 8 plain numbers and 8 rotary ones, of a checkpoint in fp8."""
+    config = json.loads((model_folder("deepseek_v4") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model_config(str(tmp_path)).cache_dtype == "float32"
+
+
 def test_older_keys_mean_what_newer_ones_do() -> None:
     newer = parsed()
     rope = {"type": "yarn", "factor": 8.0, "beta_fast": 8.0, "beta_slow": 1.0, "original_max_position_embeddings": 64}
