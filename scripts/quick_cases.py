@@ -78,6 +78,8 @@ SHARES = {
     "tests/models/states/test_state_blocks.py::test_a_hit_inside_an_answer_goes_on_as_hugging_face_does": 1.5,
     "tests/models/states/test_state_blocks.py::test_a_named_checkpoint_is_hit_by_the_next_prompt": 1.5,
     "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces": 3.5,
+    "tests/models/released/test_released.py::test_a_cache_is_planned": 2,
+    "tests/models/released/test_released.py::test_a_small_one_of_it_runs": 2,
     "tests/pallas_kernels/gated_delta_rule/test_tpu.py::test_segments_end_at_checkpoints": 1.5,
     "tests/pallas_kernels/ring_delta_rule/test_tpu.py::test_arrays_of_one_column_stay_in_one_memory": 2,
     "tests/pallas_kernels/ring_delta_rule/test_tpu.py::test_equals_the_recurrence": 2,
