@@ -6,7 +6,7 @@ Flow:    reports -> [format_bytes, count_of, align_table] -> terminal; [parse_by
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -24,15 +24,12 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ValueError: the text is no size, or its unit is none of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, K, M, G, T.
     """
-    match = _SIZE.fullmatch(str(text).strip())
-    unit = (match["unit"] or "B") if match else ""
-    if match is None or unit not in _UNITS:
+    amount = _amount(str(text).strip(), _UNITS, default="B")
+    if amount is None:
         raise ValueError(
             f"expected a size in bytes such as 60129542144, 56GiB (binary) or 80GB (decimal), got {str(text)!r}"
         )
-    number = re.sub("[_,]", "", match["number"])
-    whole, _, fraction = number.partition(".")
-    return int(whole) * _UNITS[unit] + int(fraction or "0") * _UNITS[unit] // 10 ** len(fraction)
+    return int(amount)
 
 
 def parse_count(text: str) -> int:
@@ -41,13 +38,19 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: the text is no whole number.
     """
-    match = _SIZE.fullmatch(text.strip().removeprefix("-"))
-    if match is None or match["unit"] not in _COUNTS:
+    value = _amount(text.strip().removeprefix("-"), _COUNTS, default="")
+    if value is None:
         raise ValueError(f"expected an integer such as 32768, 32k (32,000) or 32K (32,768), got {text!r}")
-    value = Fraction(re.sub("[_,]", "", match["number"])) * _COUNTS[match["unit"]]
     if value.denominator != 1:
         raise ValueError(f"expected a whole number, got {text!r}")
     return -int(value) if text.strip().startswith("-") else int(value)
+
+
+def _amount(text: str, units: Mapping[str, int], default: str) -> Fraction | None:
+    """A number times its unit, that of `default` where it has none; None: it is no such text."""
+    match = _SIZE.fullmatch(text)
+    factor = None if match is None else units.get(match["unit"] or default)
+    return None if match is None or factor is None else Fraction(re.sub("[_,]", "", match["number"])) * factor
 
 
 def format_bytes(num_bytes: int) -> str:

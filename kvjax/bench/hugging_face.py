@@ -61,7 +61,7 @@ class HuggingFaceProcess:
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(num_threads)}
-        command = [python, "-m", __name__, str(folder), dtype, str(num_threads), *["compiled"][: int(compiled)]]
+        command = [python, "-m", __name__, str(folder), dtype, str(num_threads), *(["compiled"] if compiled else [])]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
