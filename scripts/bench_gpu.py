@@ -33,7 +33,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvjax.cli.running.output_files import output_file, require_matplotlib
+from kvjax.cli.pictures.figures import save_figure
+from kvjax.cli.running.output_files import plot_file, require_matplotlib
 from kvjax.errors import MissingExtraError
 from scripts.lab.bench import driver, roofline
 from scripts.lab.bench.gpu_timing import gpu_clock, measured_peaks
@@ -56,7 +57,7 @@ GPU = Platform(
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, or 1 where a kernel is wrong or fails."""
     parser = driver.parser(__doc__, GPU)
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help="roofline of what was measured, PNG")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="roofline of what was measured (png, pdf, svg)")
     options = parser.parse_args(arguments)
     try:
         cases = driver.picked(options, GPU)
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = driver.run(GPU, options, cases)
     if options.plot is not None:
         title = f"{found.about['device']}, jax {found.about['jax']}"
-        roofline.plot(options.plot, found.rows, Peaks(**found.about["peaks"]), title)
+        save_figure(roofline.draw(found.rows, Peaks(**found.about["peaks"]), title), options.plot)
     return int(any(is_wrong(row) for row in found.rows))
 
 

@@ -16,10 +16,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.options.replay import add_reading_arguments, reading_of
 from kvjax.cli.options.types import byte_size, non_negative_int, positive_int
+from kvjax.cli.pictures.colors import BOUND
+from kvjax.cli.pictures.figures import compared, figure_legend, new_figure, save_figure
+from kvjax.cli.running.output_files import plot_file
 from kvjax.configs import load_model_config
 from kvjax.replay import (
     ReplayConfig,
@@ -34,10 +37,11 @@ from kvjax.replay import (
 )
 from kvjax.replay.reports.fleet_report import side_values, time_values
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MODEL, BLOCK_SIZE, ROUTER = "llama-3-8b", 512, "prefix"
 GIB = 2**30
-DISK_COLORS = ("#4a5568", "#2b6cb0", "#2f855a", "#c05621")
-DISK_MARKERS = "osD^"
 FIRST, SECOND, GAP = "time_to_first_token_seconds", "time_to_second_token_seconds", "inter_token_seconds"
 
 
@@ -187,42 +191,33 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def plot(path: Path, results: Results, replicas: int, hosts: Sequence[int], disks: Sequence[int]) -> None:
-    """SVG of the first table: hit rate and first-token times by host size, a line for each disk."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
+def draw(results: Results, replicas: int, hosts: Sequence[int], disks: Sequence[int]) -> Figure:
+    """The first table: hit rate and first-token times by host size, a line for each disk."""
     rate: Callable[[dict[str, Any]], float] = lambda found: 100 * found["token_hit_rate"]  # noqa: E731
-    seconds = "seconds (axis does not begin at 0)"
     panels = (
-        ("Prompt tokens found in a cache", "% of all prompt tokens", rate),
-        ("Time to first token, mean", seconds, lambda found: found[FIRST]["mean"]),
-        ("Time to first token, 90th percentile", seconds, lambda found: found[FIRST]["p90"]),
+        ("Prompt tokens found in a cache", "% of the prompt tokens", rate),
+        ("Time to first token, mean", "seconds", lambda found: found[FIRST]["mean"]),
+        ("Time to first token, nine of ten", "seconds", lambda found: found[FIRST]["p90"]),
     )
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    FigureCanvasSVG(figure)
-    figure.suptitle(
-        f"{replicas} replicas of {MODEL} that share a disk: {results.num_requests:,} requests, "
-        f"{_gib(results.memory // GIB)} of cache in each"
+    title = (
+        f"What host memory and a shared disk give {replicas} replicas of {MODEL}\n"
+        f"{results.num_requests:,} requests, {_gib(results.memory // GIB)} of cache on each replica's device"
     )
-    for axis, (title, unit, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        lines = {disk: [value(results.of(replicas, host=host, disk=disk)) for host in hosts] for disk in disks}
-        for color, marker, (disk, line) in zip(DISK_COLORS, DISK_MARKERS, lines.items(), strict=False):
-            label = f"shared disk: {_gib(disk)}"
-            axis.plot(range(len(hosts)), line, marker=marker, markersize=6, color=color, label=label)
-        axis.set_title(title, fontsize=11)
+    figure = new_figure(11, 4.6, title)
+    axes = figure.subplots(1, len(panels))
+    ceiling = 100 * results.of(replicas, host=hosts[0], disk=disks[0])["infinite_token_hit_rate"]
+    axes[0].axhline(ceiling, linestyle=":", linewidth=2, color=BOUND, label="one unlimited cache for all")
+    for axis, (name, unit, value) in zip(axes, panels, strict=True):
+        for disk, style in zip(disks, compared(), strict=False):
+            line = [value(results.of(replicas, host=host, disk=disk)) for host in hosts]
+            axis.plot(range(len(hosts)), line, label=f"shared disk: {_gib(disk)}", **style)
+        axis.set_title(name, fontsize=11)
         axis.set(xlabel="host memory of each replica, GiB", ylabel=unit)
         axis.set_xticks(range(len(hosts)), [f"{host:,}" for host in hosts])
-        values = [x for line in lines.values() for x in line]
-        axis.set_ylim(0 if value is rate else 0.9 * min(values), 1.05 * max(values))
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
-    ceiling = 100 * results.of(replicas, host=hosts[0], disk=disks[0])["infinite_token_hit_rate"]
-    figure.axes[0].axhline(ceiling, linestyle=":", color="#4a5568", label="one infinite cache for all")
-    figure.axes[0].set_ylim(0, 1.1 * ceiling)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(disks) + 1)
-    with rc_context({"svg.hashsalt": "kvjax"}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    figure_legend(figure, axes[0])
+    return figure
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -230,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", help="a trace of any form of docs/guide/traces.md")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, kept after every run")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG of the first table")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="draw the first table (png, pdf, svg)")
     parser.add_argument("--num-requests", type=positive_int, default=2_000, metavar="N", help="default: %(default)s")
     parser.add_argument("--replicas", type=positive_int, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--memory", type=byte_size, default=52 * GIB, metavar="BYTES", help="of a replica's cache")
@@ -248,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     head = ["host of each", *(f"disk: {_gib(size)}" for size in args.disks)]
     print(markdown(head, size_table(results, args.replicas, args.hosts, args.disks)), flush=True)
     if args.plot is not None:
-        plot(args.plot, results, args.replicas, args.hosts, args.disks)
+        save_figure(draw(results, args.replicas, args.hosts, args.disks), args.plot)
     head = ["prefill + decode", "links", "hits", "busy", "sent", "first token", "second token", "between tokens"]
     print("\n" + markdown(head, split_table(results, args.replicas, most, args.links)), flush=True)
     head = ["replicas", "no tiers", f"host: {_gib(most)} each"]

@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.options.replay import add_reading_arguments, reading_of
 from kvjax.cli.options.types import int_list, positive_int
+from kvjax.cli.pictures.colors import BOUND
+from kvjax.cli.pictures.figures import compared, figure_legend, new_figure, save_figure
+from kvjax.cli.running.output_files import plot_file
 from kvjax.configs import load_model_config
 from kvjax.replay import (
     REPLAY_POLICIES,
@@ -31,17 +34,12 @@ from kvjax.replay import (
     run_replay,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 BLOCK_SIZE = 512
 FULL_MODEL = "llama-3-8b"
 PARITY_TOKENS = 30_500  # of that model; see kvjax/core/eviction/cost_aware.py
-COLORS = {
-    "probation": "#b7791f",
-    "learned": "#6b46c1",
-    "lru": "#2b6cb0",
-    "slru": "#2f855a",
-    "cost": "#c05621",
-    "belady": "#4a5568",
-}
 RETAINED_MODELS = ("gemma-3-27b", "qwen3-next-80b-a3b")
 SHARES = (0.01, 0.025, 0.06, 0.16, 0.4)  # of a trace's distinct blocks
 INTERVALS = (None, 8_192, 0)
@@ -168,30 +166,22 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def plot(path: Path, results: Results, sizes: list[int], rates: dict[str, list[float]]) -> None:
-    """Hit rate by pool size, a line per policy."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+def draw(results: Results, sizes: Sequence[int], rates: Mapping[str, Sequence[float]]) -> Figure:
+    """Hit rate by pool size, a line per policy; what no policy exceeds is grey."""
+    trace = Path(results.read_as.partition(": ")[0]).name
+    figure = new_figure(8.5, 5.2, f"How much of the prompts each eviction policy finds\n{trace}, one request at a time")
     axis = figure.subplots()
-    for policy in REPLAY_POLICIES:
-        style = "--" if policy == "belady" else "-"
-        axis.plot(sizes, rates[policy], style, marker="o", markersize=4, color=COLORS[policy], label=policy)
-    axis.plot(sizes, rates["infinite"], ":", color="#a0aec0", label="infinite cache")
-    axis.set(
-        xscale="log",
-        xlabel=f"blocks of {results.block_size} tokens in the pool",
-        ylabel="prompt tokens found in the cache, %",
-    )
-    axis.set_title(f"{Path(results.read_as.partition(': ')[0]).name}, one request at a time")
+    axis.plot(sizes, rates["infinite"], ":", color=BOUND, linewidth=2, label="unlimited cache")
+    axis.plot(sizes, rates["belady"], "--", color=BOUND, linewidth=2, label="belady: knows the trace")
+    for policy, style in zip([name for name in REPLAY_POLICIES if name != "belady"], compared(), strict=False):
+        axis.plot(sizes, rates[policy], label=policy, **style)
+    axis.set(xscale="log", xlabel=f"blocks of {results.block_size} tokens in the pool", ylabel="% of the prompt tokens")
     axis.set_ylim(bottom=0)
     axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(path, format="png")
+    figure_legend(figure, axis)
+    return figure
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -199,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", help="of any form of docs/guide/traces.md, or a generated workload")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, kept after every run")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of the first table")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="draw the first table (png, pdf, svg)")
     parser.add_argument("--num-requests", type=positive_int, metavar="N", help="how many to read (default: all)")
     parser.add_argument(
         "--sizes", type=int_list, default=[2_000, 5_000, 10_000, 20_000, 50_000], metavar="N,N", help="of pools"
@@ -231,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     infinite = rates["infinite"][-1]
     print(f"\nAn infinite cache: {infinite:.2f} %.\n")
     if options.plot is not None:
-        plot(options.plot, results, options.sizes, rates)
+        save_figure(draw(results, sorted(options.sizes), rates), options.plot)
     head = ["model", "kept", "blocks cached", *RETENTION_POLICIES]
     results = Results(options.json, trace[: options.retention_requests], told[0], options.block_size)
     print(markdown(head, retention_table(results, options.models.split(","), options.retention_blocks)))

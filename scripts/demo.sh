@@ -13,8 +13,8 @@ say() { printf '\n\033[1m$ kvjax %s\033[0m\n' "$*"; }
 say generate --plot out/pool.png "$@"
 "$kvjax" generate --plot out/pool.png "$@"
 
-say replay --generate chat --num-requests 200 --num-blocks 8000 --plot out/replay.png
-"$kvjax" replay --generate chat --num-requests 200 --num-blocks 8000 --plot out/replay.png
+say replay --generate chat --num-requests 200 --num-blocks 1200 --plot out/replay.png
+"$kvjax" replay --generate chat --num-requests 200 --num-blocks 1200 --plot out/replay.png
 
 say plan gemma-3-27b --memory 40GiB --max-model-len 32768
 "$kvjax" plan gemma-3-27b --memory 40GiB --max-model-len 32768

@@ -97,6 +97,7 @@ ALLOWED = {
     "kvjax.cli": ("numpy", "tqdm", "matplotlib", "kvjax"),
     "kvjax.cli.commands.check": ("jax", "kvjax.cli", "pallas_kernels"),
     "kvjax.cli.commands.generate": ("numpy", "jax", "kvjax"),
+    "kvjax.cli.pictures.figures": ("matplotlib", "PIL", "kvjax.cli"),  # PIL is what matplotlib writes PNGs with
     "kvjax.cli.running.start_up": ("jax", "kvjax"),
     "kvjax.__main__": ("kvjax.cli",),
 }

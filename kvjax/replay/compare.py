@@ -7,6 +7,7 @@ Flow:    trace, ReplayConfig of a model and a size -> [replay_hits, bound_hits] 
     vLLM's rules     as `serial`, by the exact rules of the newest release of vLLM, on the same blocks
     free exchange    bytes exchanged freely under LRU; `unforgetting`: were checkpoints free
     clairvoyant      bytes exchanged freely by who knows the trace
+    infinite cache   nothing is ever evicted, whatever the size
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from types import MappingProxyType
 
 from kvjax.core.options.release_rules import RELEASES
 from kvjax.replay.bounds import find_bounds
+from kvjax.replay.bounds.infinite_cache import InfiniteCache
 from kvjax.replay.replay import ReplayConfig, plan_cache, run_replay
 from kvjax.replay.requests.trace import TraceRequest
 
 SERIAL, BATCHES, VLLM_RULES = "serial", "batches", "vLLM's rules"
 FREE_EXCHANGE, UNFORGETTING, CLAIRVOYANT = "free exchange", "unforgetting", "clairvoyant"
-BOUNDS = (FREE_EXCHANGE, UNFORGETTING, CLAIRVOYANT)
+INFINITE = "infinite cache"
+BOUNDS = (FREE_EXCHANGE, UNFORGETTING, CLAIRVOYANT, INFINITE)
 RUNS: Mapping[str, Callable[[ReplayConfig], ReplayConfig]] = MappingProxyType(
     {
         SERIAL: lambda config: replace(config, serial=True),
@@ -57,10 +60,12 @@ def bound_hits(trace: Sequence[TraceRequest], config: ReplayConfig) -> dict[str,
     config = RUNS[SERIAL](config)
     plan = plan_cache(trace, config)
     bounds = find_bounds(trace, plan, config.hash_block_size)
+    infinite = InfiniteCache(config.block_size)
     return {
         FREE_EXCHANGE: bounds.free_exchange,
         UNFORGETTING: bounds.free_exchange_unforgetting,
         CLAIRVOYANT: bounds.clairvoyant,
+        INFINITE: sum(map(infinite.lookup_and_add, trace)),
     }
 
 
@@ -68,6 +73,7 @@ __all__ = [
     "BATCHES",
     "BOUNDS",
     "FREE_EXCHANGE",
+    "INFINITE",
     "RUNS",
     "SERIAL",
     "bound_hits",

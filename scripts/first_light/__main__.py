@@ -15,6 +15,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
+from kvjax.cli.pictures.figures import save_figure
 from kvjax.cli.running.output_files import has_matplotlib
 from scripts.first_light import report
 from scripts.first_light.journal import DONE, Journal
@@ -49,7 +50,7 @@ def write_report(journal: Journal, out: Path) -> None:
         from scripts.lab.bench import roofline
 
         title = journal.records["facts"].result["words"] if "facts" in journal.records else "first light"
-        roofline.plot(out / "roofline.png", rows, peaks, title)
+        save_figure(roofline.draw(rows, peaks, title), out / "roofline.png")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.cli.generate.plot import save_pool_plot
+from kvjax.cli.generate.plot import draw_pools
 from kvjax.cli.generate.prompt_inputs import read_inputs
 from kvjax.cli.generate.prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate.report import report_json, request_table, totals, totals_lines
@@ -30,6 +30,7 @@ from kvjax.cli.options.sampling import add_sampling_arguments, read_sampling
 from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
 from kvjax.cli.options.tiers import add_tier_arguments, read_tiers
 from kvjax.cli.options.types import positive_int
+from kvjax.cli.pictures.figures import save_figure
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.running.output_files import output_file, plot_file, require_matplotlib, write_json
 from kvjax.cli.running.progress import progress
@@ -335,7 +336,8 @@ def _report(
     for pool in engine.plan.pools:
         print(f"\nPool {pool.pool_id} over time", *pool_picture(steps, pool.pool_id), sep="\n")
     if args.plot is not None:
-        save_pool_plot(steps, args.plot)
+        found = f"{sums['token_hit_rate']:.0%} of the prompt tokens were found in the cache"
+        save_figure(draw_pools(steps, f"{count_of(sums['requests'], 'request')}: {found}"), args.plot)
         print(f"\nPlot written to {args.plot}")
     if args.json is not None:
         config = {"model": "demo" if args.model is None else str(args.model), **asdict(engine.config)}

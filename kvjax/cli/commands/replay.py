@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from kvjax.cli.options.replay import (
     add_cache_arguments,
@@ -20,8 +19,10 @@ from kvjax.cli.options.replay import (
     trace_of,
 )
 from kvjax.cli.options.types import positive_int
+from kvjax.cli.pictures.figures import save_figure
 from kvjax.cli.replay.calls import make_calls
 from kvjax.cli.replay.compare import add_compare_arguments, run_compare, wants_comparison
+from kvjax.cli.replay.plot import draw_replay, workload_name
 from kvjax.cli.replay.replicas import add_replica_arguments, run_replicas, wants_replicas
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.running.output_files import output_file, plot_file, require_matplotlib, write_json, writing
@@ -55,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=output_file, metavar="FILE", help="write the result as JSON")
     output.add_argument(
-        "--plot", type=plot_file, metavar="FILE", help="draw hits, occupancy, queue and block lifetimes (png, pdf, svg)"
+        "--plot",
+        type=plot_file,
+        metavar="FILE",
+        help="draw hits, occupancy, queue and block lifetimes; of many models hits by memory or users (png, pdf, svg)",
     )
     output.add_argument("--record", type=output_file, metavar="FILE", help="write the manager's calls, for --calls")
     output.add_argument(
@@ -90,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
         if args.trace is not None or args.generate is not None:
             raise ConfigError("expected --calls without a TRACE or --generate, got both: a record has its own requests")
         return make_calls(args.calls, with_progress=not args.no_progress)
-    over_replicas, compares = wants_replicas(args), wants_comparison(args)
+    over_replicas = wants_replicas(args)
+    if wants_comparison(args) and args.write is None:
+        return run_compare(args)
     trace, read_as = trace_of(args)
     source = _source(args, read_as)
     if args.write is not None:
@@ -98,8 +104,6 @@ def run(args: argparse.Namespace) -> int:
             write_trace(trace, args.write)
         print(f"wrote {len(trace):,} requests, {sum(r.input_length for r in trace):,} prompt tokens, to {args.write}")
         return 0
-    if compares:
-        return run_compare(args, trace)
     if over_replicas:
         return run_replicas(args, trace, source)
     if args.plot is not None:
@@ -126,9 +130,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, values)
     if args.plot is not None:
-        from kvjax.cli.replay.plot import plot_replay
-
-        plot_replay(result, args.plot, title=f"{Path(args.trace).name if args.trace else args.generate}, {args.model}")
+        save_figure(draw_replay(result, f"{workload_name(args)}, {args.model}"), args.plot)
     if result.recorder.refused == len(trace):
         print("kvjax replay: every request is larger than the cache, and was refused", file=sys.stderr)
         return 1

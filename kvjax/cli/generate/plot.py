@@ -1,62 +1,73 @@
-"""The pools over a run as a picture: held, cached and free blocks per step, hits and released blocks below.
+"""The pools over a run as a picture: held, cached and empty blocks per step, hits and released blocks below.
 
-Flow:    list of StepStats -> [save_pool_plot] -> PNG, PDF or SVG
+Flow:    list of StepStats -> [draw_pools] -> matplotlib's Figure -> save_figure -> PNG, PDF or SVG
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvjax.cli.running.output_files import writing
+from kvjax.cli.pictures.colors import CACHED, EMPTY, HELD, HIT, PREEMPTED, RELEASED
+from kvjax.cli.pictures.figures import count_ticks, figure_legend, new_figure
 from kvjax.engine.requests.stats import StepStats
 
-HELD, CACHED, FREE, RELEASED, PREEMPTED = "#31688e", "#90c8ac", "#ebebeb", "#c96f2b", "#b02a37"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PARTS = (("held by requests", HELD, "held"), ("cached, may be evicted", CACHED, "cached"), ("empty", EMPTY, "free"))
 
 
-def save_pool_plot(steps: Sequence[StepStats], path: Path) -> None:
-    """Draws `steps` into a file at `path`: a panel per pool, then hits, then released blocks. Needs matplotlib."""
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display
-    from matplotlib.ticker import MaxNLocator
+def draw_pools(steps: Sequence[StepStats], title: str) -> Figure:
+    """A panel per pool, one of hits, and one of released blocks where a window gave any back.
 
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
     num_pools = len(steps[0].pools)
-    figure = Figure(figsize=(10, 2.8 * num_pools + 3.2), layout="constrained")
-    axes = figure.subplots(num_pools + 2, 1, sharex=True, height_ratios=[2.8] * num_pools + [1.2, 1.2])
     numbers = [step.step for step in steps]
-    for pool_id in range(num_pools):
-        _draw_pool(axes[pool_id], numbers, steps, pool_id)
-    axes[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
-    hits, released = axes[-2:]
-    hits.set_ylabel("prompt tokens\nfound cached")
-    released.set_ylabel("blocks out of\nthe window")
-    for axis, counts, color in (
-        (hits, [step.num_hit_tokens for step in steps], HELD),
-        (released, [sum(pool.released for pool in step.pools) for step in steps], RELEASED),
-    ):
-        axis.bar(numbers, counts, color=color, width=1.0)
-        axis.set_ylim(0, 1.05 * max(1, *counts))
-        axis.yaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]))
-    released.set_xlabel("step (dotted: a request was preempted)")
-    for step in steps:
-        for axis in axes if step.num_preemptions else ():
-            axis.axvline(step.step, color=PREEMPTED, lw=0.8, ls=":")
-    released.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    released.set_xlim(0.5, numbers[-1] + 0.5)
-    with writing(path):
-        figure.savefig(path, dpi=120)
+    counts = {"Prompt tokens found in the cache": ("tokens", HIT, [step.num_hit_tokens for step in steps])}
+    released = [sum(pool.released for pool in step.pools) for step in steps]
+    if any(released):
+        counts["Blocks that left a sliding window"] = ("blocks", RELEASED, released)
+    heights = [2.6] * num_pools + [1.1] * len(counts)
+    figure = new_figure(10, sum(heights) + 1.6, title)
+    axes = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0])
+    for pool_id, axis in enumerate(axes[:num_pools]):
+        _draw_pool(axis, numbers, steps, pool_id)
+    for axis, (name, (unit, color, values)) in zip(axes[num_pools:], counts.items(), strict=True):
+        axis.bar(numbers, values, color=color, width=1.0)
+        axis.set_title(name, fontsize=10, loc="left")
+        axis.set(ylabel=unit, ylim=(0, 1.05 * max(1, *values)))
+        count_ticks(axis.yaxis, num_ticks=3)
+    _mark_preemptions(axes, steps)
+    axes[-1].set(xlabel="step of the engine, one batch each", xlim=(0.5, numbers[-1] + 0.5))
+    count_ticks(axes[-1].xaxis, num_ticks=10)
+    figure_legend(figure, axes[0])
+    return figure
 
 
-def _draw_pool(axis: Any, numbers: Sequence[int], steps: Sequence[StepStats], pool_id: int) -> None:
+def _draw_pool(axis: Axes, numbers: Sequence[int], steps: Sequence[StepStats], pool_id: int) -> None:
     uses = [step.pools[pool_id] for step in steps]
     bottom = [0] * len(uses)
-    for label, color, name in (
-        ("held by requests", HELD, "held"),
-        ("cached, free to evict", CACHED, "cached"),
-        ("free", FREE, "free"),
-    ):
+    for label, color, name in PARTS:
         heights = [getattr(use, name) for use in uses]
         axis.bar(numbers, heights, bottom=bottom, color=color, width=1.0, label=label)
         bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
-    axis.set_ylim(0, max(bottom))
-    axis.set_ylabel("blocks" if len(steps[0].pools) == 1 else f"blocks of pool {pool_id}")
+    name = "the pool" if len(steps[0].pools) == 1 else f"pool {pool_id}"
+    axis.set_title(f"What is in the {max(bottom):,} blocks of {name}", fontsize=10, loc="left")
+    axis.set(ylabel="blocks", ylim=(0, max(bottom)))
+    count_ticks(axis.yaxis)
+
+
+def _mark_preemptions(axes: Sequence[Axes], steps: Sequence[StepStats]) -> None:
+    """A dotted line through all panels at every step that preempted a request."""
+    numbers = [step.step for step in steps if step.num_preemptions]
+    for axis in axes:
+        for i, number in enumerate(numbers):
+            label = "a request was preempted" if not i else None
+            axis.axvline(number, color=PREEMPTED, linewidth=0.8, linestyle=":", label=label)
+
+
+__all__ = ["draw_pools"]

@@ -1,6 +1,6 @@
 """`kvjax replay --compare-defaults`: what defaults hit over models and memory sizes, and what it is measured against.
 
-Flow:    arguments -> [run_compare] -> kvjax.replay.compare, a command that replays elsewhere -> Cells -> table, JSON
+Flow:    arguments -> [run_compare] -> kvjax.replay.compare, a command that replays elsewhere -> Cells -> table, plot
 
 The JSON file is written after every run. What a file of the same settings has already is not run again.
 """
@@ -11,18 +11,21 @@ import argparse
 import json
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import kvjax
-from kvjax.cli.options.replay import config_of, specs_of
-from kvjax.cli.options.types import byte_size
+from kvjax.cli.options.replay import config_of, specs_of, trace_of
+from kvjax.cli.options.types import byte_size, int_list
+from kvjax.cli.pictures.figures import save_figure
+from kvjax.cli.replay.cells import Cell, Cells
+from kvjax.cli.replay.plot import workload_name
 from kvjax.cli.replay.replicas import first_given
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
-from kvjax.cli.running.output_files import write_json
+from kvjax.cli.running.output_files import require_matplotlib
 from kvjax.cli.running.progress import progress
 from kvjax.errors import ConfigError, MemoryBudgetError
 from kvjax.replay import ReplayConfig, TraceRequest, write_trace
@@ -32,9 +35,19 @@ from kvjax.text import align_table, count_of
 SHARES = ((SERIAL, FREE_EXCHANGE), (BATCHES, SERIAL))
 STDERR = 2  # descriptor
 DEFAULT_SIZES = "100GB,200GB,400GB"
-TAKEN = ("memory_bytes", "num_blocks", "plot", "record", "miss_reasons", "bound", "host_bytes")
-NEEDS_COMPARISON = ("memory_sizes", "beside")
-NO_SETTINGS = ("compare_defaults", *NEEDS_COMPARISON, "serial", "json", "no_progress", "debug", "command", "model")
+TAKEN = ("memory_bytes", "num_blocks", "record", "miss_reasons", "bound", "host_bytes")
+NEEDS_COMPARISON = ("memory_sizes", "user_counts", "beside")
+NO_SETTINGS = (
+    "compare_defaults",
+    *NEEDS_COMPARISON,
+    "serial",
+    "json",
+    "plot",
+    "no_progress",
+    "debug",
+    "command",
+    "model",
+)
 
 
 def add_compare_arguments(group: argparse._ArgumentGroup) -> None:
@@ -47,6 +60,12 @@ def add_compare_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--memory-sizes", type=_sizes, metavar="BYTES,BYTES", help=f"of one device (default: {DEFAULT_SIZES})"
+    )
+    group.add_argument(
+        "--user-counts",
+        type=int_list,
+        metavar="N,N",
+        help="and for each of these numbers of users at once, of a trace of sessions (default: as --users says)",
     )
     group.add_argument(
         "--beside",
@@ -63,6 +82,8 @@ def wants_comparison(args: argparse.Namespace) -> bool:
         ConfigError: arguments that contradict one another.
     """
     wants = args.compare_defaults is not None
+    if args.users is not None and args.user_counts is not None:
+        raise ConfigError("expected --users N or --user-counts N,N, got both")
     if wants and (given := first_given(args, TAKEN)):
         raise ConfigError(f"expected {given} without --compare-defaults, got both; leave one out")
     if not wants and (given := first_given(args, NEEDS_COMPARISON)):
@@ -70,62 +91,31 @@ def wants_comparison(args: argparse.Namespace) -> bool:
     return wants
 
 
-@dataclass
-class Cell:
-    """A model and a memory size. `hit_tokens` by column; `error`: why there are none of its own."""
-
-    model: str
-    memory_bytes: int
-    hit_tokens: dict[str, int] = field(default_factory=dict)
-    error: str | None = None
-
-
-class Cells:
-    """All cells of a table, in a file if there is one."""
-
-    def __init__(self, cells: Sequence[tuple[str, int]], settings: dict[str, Any], path: Path | None) -> None:
-        self.path, self._settings = path, settings
-        known = {} if path is None else _known_cells(path, settings)
-        self.cells = [known.get(cell) or Cell(*cell) for cell in cells]
-
-    def note(self, cell: Cell, hit_tokens: dict[str, int]) -> None:
-        """Adds columns to a cell, and writes the file."""
-        cell.hit_tokens |= hit_tokens
-        self.write()
-
-    def write(self) -> None:
-        """Writes the file."""
-        if self.path is not None:
-            data = {"settings": self._settings, "cells": [vars(cell) for cell in self.cells]}
-            write_json(self.path, data)
-
-
-def run_compare(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> int:
-    """Fills the table and prints it, or what there is of it when an interrupt comes; 0, or that it came.
+def run_compare(args: argparse.Namespace) -> int:
+    """Fills the table, prints and draws it, or what there is of it when an interrupt comes; 0, or that it came.
 
     Raises:
-        ConfigError: a bad model, or a command beside that fails.
+        ConfigError: a bad model, a command beside that fails, or no trace.
+        TraceError: a trace of an unknown form, of no sessions where users vary, or a bad line of it.
+        MissingExtraError: --plot without matplotlib.
     """
+    if args.plot is not None:
+        require_matplotlib("--plot")
     models = args.compare_defaults.split(",")
     configs = {model: replace(config_of(args), specs=specs_of(args, model)) for model in dict.fromkeys(models)}
-    sizes = args.memory_sizes or _sizes(DEFAULT_SIZES)
-    table = Cells([(model, size) for model in configs for size in sizes], _settings(args), args.json)
-    runs = [run for run in RUNS if run != BATCHES or not args.serial]
-    with (
-        interruptible() as should_stop,
-        progress(
-            "Comparing", len(table.cells) * len(runs) * len(trace), "request", enabled=not args.no_progress
-        ) as bar,
-    ):
-        is_complete = all(
-            _fill(table, cell, trace, configs[cell.model], runs, bar, should_stop) for cell in table.cells
-        )
-    if is_complete and args.beside is not None:
-        _run_beside(table, trace, args.beside)
+    sizes, numbers = args.memory_sizes or _sizes(DEFAULT_SIZES), args.user_counts or [None]
+    keys = [(model, size, users) for model in configs for size in sizes for users in numbers]
+    table = Cells(keys, _settings(args), args.json)
+    with interruptible() as should_stop:
+        is_complete = all(_fill_users(table, users, args, configs, should_stop) for users in numbers)
     if not is_complete:
-        num_done = sum(cell.error is not None or FREE_EXCHANGE in cell.hit_tokens for cell in table.cells)
+        num_done = sum(cell.error is not None or _has_bounds(cell) for cell in table.cells)
         print(f"interrupted after {num_done} of {count_of(len(table.cells), 'cell')}; until then:")
-    print(_table_text(table.cells, sum(request.input_length for request in trace)))
+    print(_table_text(table.cells))
+    if args.plot is not None:
+        from kvjax.cli.replay.compare_plot import draw_comparison
+
+        save_figure(draw_comparison(table.cells, workload_name(args)), args.plot)
     return 0 if is_complete else INTERRUPTED
 
 
@@ -133,21 +123,36 @@ def _sizes(text: str) -> list[int]:
     return [byte_size(part) for part in text.split(",")]
 
 
-def _known_cells(path: Path, settings: dict[str, Any]) -> dict[tuple[str, int], Cell]:
-    """By model and size, those of a file of the same settings; none of any other file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(data, dict) or data.get("settings") != settings:
-        return {}
-    return {(cell["model"], cell["memory_bytes"]): Cell(**cell) for cell in data["cells"]}
-
-
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What figures depend on but for model and size, as JSON has it."""
     given = {name: value for name, value in vars(args).items() if name not in NO_SETTINGS}
     return json.loads(json.dumps({"version": kvjax.__version__} | given, default=str))
+
+
+def _fill_users(
+    table: Cells,
+    users: int | None,
+    args: argparse.Namespace,
+    configs: Mapping[str, ReplayConfig],
+    should_stop: Callable[[], bool],
+) -> bool:
+    """Fills the cells of so many users at once, None: of a trace as `args` reads it; False: it was to stop."""
+    trace, _ = trace_of(args if users is None else argparse.Namespace(**vars(args) | {"users": users}))
+    cells = table.of_users(users)
+    runs = [run for run in RUNS if run != BATCHES or not args.serial]
+    total = len(cells) * len(runs) * len(trace)
+    with progress("Comparing", total, "request", enabled=not args.no_progress) as advance:
+        for cell in cells:
+            cell.prompt_tokens = sum(request.input_length for request in trace)
+            if not _fill(table, cell, trace, configs[cell.model], runs, advance, should_stop):
+                return False
+    if args.beside is not None:
+        _run_beside(table, cells, trace, args.beside)
+    return True
+
+
+def _has_bounds(cell: Cell) -> bool:
+    return set(BOUNDS) <= cell.hit_tokens.keys()
 
 
 def _fill(
@@ -170,7 +175,7 @@ def _fill(
             if hit_tokens is None:
                 return False
             table.note(cell, hit_tokens)
-        if FREE_EXCHANGE not in cell.hit_tokens and cell.error is None:
+        if not _has_bounds(cell) and cell.error is None:
             table.note(cell, bound_hits(trace, config))
     except MemoryBudgetError as error:
         cell.error = str(error)
@@ -178,10 +183,10 @@ def _fill(
     return not should_stop()
 
 
-def _run_beside(table: Cells, trace: Sequence[TraceRequest], command: str) -> None:
-    """Lets the command replay, and adds columns of its names."""
-    models = dict.fromkeys(cell.model for cell in table.cells)
-    sizes = dict.fromkeys(str(cell.memory_bytes) for cell in table.cells)
+def _run_beside(table: Cells, cells: Sequence[Cell], trace: Sequence[TraceRequest], command: str) -> None:
+    """Lets the command replay, and adds columns of its names to the cells of the trace."""
+    models = dict.fromkeys(cell.model for cell in cells)
+    sizes = dict.fromkeys(str(cell.memory_bytes) for cell in cells)
     with TemporaryDirectory() as folder:
         trace_path, found_path = Path(folder, "trace.jsonl"), Path(folder, "found.json")
         write_trace(trace, trace_path)
@@ -191,31 +196,38 @@ def _run_beside(table: Cells, trace: Sequence[TraceRequest], command: str) -> No
             raise ConfigError(f"expected --beside {command!r} to replay, got exit status {done.returncode}")
         rows = json.loads(found_path.read_text(encoding="utf-8"))["rows"]
     for row in rows:
-        cells = [c for c in table.cells if (c.model, c.memory_bytes) == (row["model"], row["memory_bytes"])]
         for cell in cells:
-            table.note(cell, {row["name"]: row["hit_tokens"]})
+            if (cell.model, cell.memory_bytes) == (row["model"], row["memory_bytes"]):
+                table.note(cell, {row["name"]: row["hit_tokens"]})
 
 
-def _table_text(cells: Sequence[Cell], prompt_tokens: int) -> str:
+def _table_text(cells: Sequence[Cell]) -> str:
     """Percent of all prompt tokens, by cell and column; then what share of another column it is."""
     found = dict.fromkeys(column for cell in cells for column in cell.hit_tokens)
     own = [column for column in (*RUNS, *BOUNDS) if column in found]
     columns = own + [column for column in found if column not in own]
-    rows = [
-        [cell.model, f"{cell.memory_bytes / 1e9:,.6g} GB", *_percents(cell, columns, prompt_tokens)] for cell in cells
-    ]
+    shares = [" / ".join(pair) for pair in SHARES]
+    rows = [[cell.model, f"{cell.memory_bytes / 1e9:,.6g} GB", *_percents(cell, columns)] for cell in cells]
+    header = ["model", "memory", *columns, *shares]
+    if any(cell.users is not None for cell in cells):
+        header.insert(2, "users")
+        for row, cell in zip(rows, cells, strict=True):
+            row.insert(2, f"{cell.users:,}")
+    totals = sorted({cell.prompt_tokens for cell in cells if cell.prompt_tokens})
     parts = [
-        f"percent of {prompt_tokens:,} prompt tokens that were hit",
-        align_table(["model", "memory", *columns, *(" / ".join(pair) for pair in SHARES)], rows, left={0}),
+        f"percent of {' to '.join(f'{total:,}' for total in dict.fromkeys(totals[:1] + totals[-1:]))} prompt tokens "
+        "that were hit",
+        align_table(header, rows, left={0}),
         *(f"{cell.model}, {cell.memory_bytes:,} bytes: {cell.error}" for cell in cells if cell.error is not None),
     ]
     return "\n".join(parts)
 
 
-def _percents(cell: Cell, columns: Sequence[str], prompt_tokens: int) -> Iterator[str]:
+def _percents(cell: Cell, columns: Sequence[str]) -> Iterator[str]:
     hits = cell.hit_tokens
     for column in columns:
-        yield f"{100 * hits[column] / prompt_tokens:.2f}" if column in hits else "-"
+        percent = cell.percent(column)
+        yield "-" if percent is None else f"{percent:.2f}"
     for part, whole in SHARES:
         yield f"{hits[part] / hits[whole]:.1%}" if part in hits and hits.get(whole) else "-"
 

@@ -1,16 +1,19 @@
 """The roofline plot: what was reached next to what the device allows.
 
-Flow:    rows with times, Peaks -> [plot] -> PNG
+Flow:    rows with times, Peaks -> [draw] -> matplotlib's Figure -> save_figure -> PNG, PDF or SVG
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvjax.cli.pictures.colors import BOUND
+from kvjax.cli.pictures.figures import compared, figure_legend, new_figure, plain_ticks
 from scripts.lab.bench.report import Peaks, Row
 
-COLORS = ("#2b6cb0", "#a0aec0", "#c05621", "#2f855a", "#6b46c1", "#b83280")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def points(rows: Iterable[Row]) -> dict[str, list[tuple[float, float]]]:
@@ -28,24 +31,23 @@ def roof(peaks: Peaks, flops_per_byte: float) -> float:
     return min(peaks.flops_per_s, flops_per_byte * peaks.bytes_per_s)
 
 
-def plot(path: Path, rows: Iterable[Row], peaks: Peaks, title: str) -> None:
+def draw(rows: Iterable[Row], peaks: Peaks, device: str) -> Figure:
     """Log-log, the roof as a line, a point per row, a colour per implementation. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     found = points(rows)
     intensities = sorted(x for series in found.values() for x, _ in series)
     ridge = peaks.flops_per_s / peaks.bytes_per_s
     ends = (min([*intensities, ridge]) / 2, max([*intensities, ridge]) * 2)
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.5, 5.2, f"How near each kernel comes to what the device can do\n{device}")
     axis = figure.subplots()
     corners = (ends[0], ridge, ends[1])
-    axis.plot(corners, [roof(peaks, x) / 1e12 for x in corners], color="#4a5568", label=peaks.source)
-    for i, (by, series) in enumerate(found.items()):
+    roof_label = f"roof: memory, then arithmetic ({peaks.source})"
+    axis.plot(corners, [roof(peaks, x) / 1e12 for x in corners], ":", color=BOUND, linewidth=2, label=roof_label)
+    for (by, series), style in zip(found.items(), compared(), strict=False):
         x, y = zip(*series, strict=True)
-        axis.plot(x, [value / 1e12 for value in y], "o", markersize=5, color=COLORS[i % len(COLORS)], label=by)
-    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=title)
+        axis.plot(x, [value / 1e12 for value in y], linestyle="", label=by, **style)
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte read or written", ylabel="TFLOP/s")
+    for scale, low, high in ((axis.xaxis, ends[0], ends[1]), (axis.yaxis, *axis.get_ylim())):
+        plain_ticks(scale, low, high)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(path, format="png")
+    figure_legend(figure, axis, num_columns=3)
+    return figure

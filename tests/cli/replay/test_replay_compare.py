@@ -51,6 +51,7 @@ def test_cells_are_single_replays(trace: str, tmp_path: Path, capsys: pytest.Cap
             "free exchange": serial["bounds"]["free_exchange"],
             "unforgetting": serial["bounds"]["free_exchange_unforgetting"],
             "clairvoyant": serial["bounds"]["clairvoyant"],
+            "infinite cache": serial["infinite_hit_tokens"],
         }
     capsys.readouterr()
 
@@ -66,8 +67,8 @@ def test_the_table_is_in_percent_of_all_prompt_tokens(
         row = next(
             line.split() for line in lines if line.startswith(f"{model}  ") and f" {memory_bytes / 1e9:g} GB" in line
         )
-        assert row[3:9] == [f"{100 * tokens / total:.2f}" for tokens in hits.values()]
-        assert row[9:] == [f"{hits['serial'] / hits['free exchange']:.1%}", f"{hits['batches'] / hits['serial']:.1%}"]
+        assert row[3:10] == [f"{100 * tokens / total:.2f}" for tokens in hits.values()]
+        assert row[10:] == [f"{hits['serial'] / hits['free exchange']:.1%}", f"{hits['batches'] / hits['serial']:.1%}"]
 
 
 def test_options_that_are_given_count(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,11 +148,41 @@ json.dump({"rows": rows}, open(path, "w"))
     cells = compare(trace, tmp_path / "table.json", "--serial", "--beside", f"{sys.executable} {script}")
     others = {key: hits["other"] for key, hits in cells.items() if "other" in hits}
     assert others == {("gpt-oss-120b", size): size + 20 for size in (500_000_000, 1_000_000_000)}
-    assert re.search(r"clairvoyant +other +serial / free exchange", capsys.readouterr().out)
+    assert re.search(r"infinite cache +other +serial / free exchange", capsys.readouterr().out)
     script.write_text("raise SystemExit(3)")
     arguments = ["replay", trace, "--compare-defaults", MODELS, "--memory-sizes", "1GB", "--serial"]
     assert main([*arguments, "--beside", f"{sys.executable} {script}"]) == 2
     assert "beside.py' to replay, got exit status 3" in capsys.readouterr().err
+
+
+def test_users_at_once_are_those_of_single_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More sessions between two turns of one push its blocks out; the plot has a line per model and size."""
+    sessions = [
+        {
+            "block_size": 64,
+            "requests": [
+                {"t": 9.0 * i, "in": 640 * (i + 1), "out": 9, "think": 5.0, "api": 1.0, "runs": [[1, 10 * (i + 1)]]}
+                for i in range(4)
+            ],
+        }
+        for _ in range(6)
+    ]
+    trace, path = tmp_path / "agents.jsonl", tmp_path / "table.json"
+    trace.write_text("".join(json.dumps(session) + "\n" for session in sessions))
+    arguments = ["replay", str(trace), "--compare-defaults", "llama-3-8b", "--memory-sizes", "600MB"]
+    plot = ["--plot", str(tmp_path / "users.svg"), "--json", str(path)]
+    assert main([*arguments, "--user-counts", "1,6", *plot]) == 0
+    assert re.search(r"model +memory +users +serial", capsys.readouterr().out)
+    assert "How much of the prompts is found in the cache, by users at once" in (tmp_path / "users.svg").read_text()
+    cells = {cell["users"]: cell for cell in json.loads(path.read_text())["cells"]}
+    assert list(cells) == [1, 6]
+    for users, cell in cells.items():
+        single = replay(str(trace), tmp_path / "one.json", "llama-3-8b", 600_000_000, "--users", str(users))
+        assert cell["hit_tokens"]["batches"] == single["hit_tokens"]
+        assert cell["hit_tokens"]["infinite cache"] == single["infinite_hit_tokens"]
+        assert cell["prompt_tokens"] == single["prompt_tokens"]
+    assert cells[6]["hit_tokens"]["batches"] < cells[1]["hit_tokens"]["batches"]
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -160,11 +191,16 @@ json.dump({"rows": rows}, open(path, "w"))
         ("--compare-defaults a --num-blocks 9", "expected --num-blocks without --compare-defaults, got both"),
         ("--compare-defaults a --host-memory 1GB", "expected --host-memory without --compare-defaults, got both"),
         ("--compare-defaults a --memory 1GB", "expected --memory without --compare-defaults"),
-        ("--compare-defaults a --plot x.png", "expected --plot without --compare-defaults"),
         ("--compare-defaults a --bound", "expected --bound without --compare-defaults"),
         ("--compare-defaults a --replicas 2", "expected --compare-defaults for one replica"),
         ("--memory-sizes 1GB", "expected --compare-defaults with --memory-sizes, got it alone"),
         ("--beside x", "expected --compare-defaults with --beside, got it alone"),
+        ("--user-counts 2,4", "expected --compare-defaults with --user-counts, got it alone"),
+        (
+            "--compare-defaults llama-3-8b --user-counts 2 --users 4",
+            "expected --users N or --user-counts N,N, got both",
+        ),
+        ("--compare-defaults llama-3-8b --user-counts 2", "expected no users for request lines (Mooncake"),
         ("--compare-defaults no-model", "expected a model's name"),
     ],
 )

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
+from kvjax.cli.pictures.colors import BOUND
 from kvjax.replay import REPLAY_POLICIES, write_trace
+from tests.cli.pictures.reading import assert_readable, color_of, labelled
 from tests.replay.random_traces import random_trace
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
@@ -26,7 +30,6 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[list[str
 
 
 def test_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     write_trace(random_trace(3, 120), tmp_path / "trace.jsonl")
     rows, log = run(tmp_path, capsys)
     assert rows[0] == ["blocks", *REPLAY_POLICIES]
@@ -43,11 +46,25 @@ def test_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
     cached = [int(row[2].replace(",", "")) for row in rows[9:]]
     assert cached[0] > cached[1] >= cached[2]
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert 5 * len(REPLAY_POLICIES) + 9 > log.count("running") == len(json.loads((tmp_path / "found.json").read_text()))
     again, log = run(tmp_path, capsys)
     assert again == rows
     assert "running" not in log
+
+
+def test_the_plot_has_a_line_per_policy_below_who_knows_the_trace(tmp_path: Path) -> None:
+    rates = {policy: [1.0 + i, 9.0] for i, policy in enumerate(REPLAY_POLICIES)} | {"infinite": [20.0, 20.0]}
+    results = compare_evictions.Results(tmp_path / "none.json", [], "x/trace.jsonl: lines", 16)
+    figure = compare_evictions.draw(results, [10, 300], rates)
+    assert_readable(figure)
+    (axis,) = figure.axes
+    assert figure.get_suptitle().endswith("\ntrace.jsonl, one request at a time")
+    drawn = labelled(axis)
+    named = {"unlimited cache": "infinite", "belady: knows the trace": "belady"}
+    assert {named.get(name, name): list(line.get_ydata()) for name, line in drawn.items()} == rates
+    assert {name for name, line in drawn.items() if color_of(line) == BOUND} == set(named)
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["10", "300"]
 
 
 def test_results_of_another_trace_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
