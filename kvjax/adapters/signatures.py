@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvjax.adapters.any_release import refuse_unless_allowed
 from kvjax.adapters.stack import require_stack
 from kvjax.errors import UnknownStackError
 
@@ -66,7 +67,8 @@ class Stack:
         """That `found` looks as the object called `name` in one of the recorded versions.
 
         Raises:
-            UnknownStackError: as `load`; the message compares with the version that is nearest.
+            UnknownStackError: as `load`; the message compares with the version that is nearest. KVJAX_ANY_RELEASE=1
+                makes a warning of it where `found` is there.
         """
         lines = []
         for version in recorded(self.name):
@@ -77,7 +79,10 @@ class Stack:
         nearest, version = min(lines, key=lambda of_version: len(of_version[0]))
         if found is None or nearest:
             told = f"it lacks {name!r}" if found is None else "; ".join(nearest)
-            raise UnknownStackError(f"expected {self.package} {version}, got another version: {told}")
+            difference = f"expected {self.package} {version}, got another version: {told}"
+            if found is None:
+                raise UnknownStackError(difference)
+            refuse_unless_allowed(difference)
 
 
 def describe(found: Any, wanted: Description) -> Description:
@@ -88,10 +93,11 @@ def describe(found: Any, wanted: Description) -> Description:
         return {"fields": list(getattr(found, "_fields", ()) or getattr(found, "__annotations__", ()))}
     if "parameters" in wanted:
         return {"parameters": parameters_of(found)}
+    generated = {"__init__"} if dataclasses.is_dataclass(found) and "__init__" not in wanted["methods"] else set()
     methods = {
         name: parameters_of(value)
         for name, value in vars(found).items()
-        if inspect.isfunction(value) and (name == "__init__" or not name.startswith("_"))
+        if inspect.isfunction(value) and (name == "__init__" or not name.startswith("_")) and name not in generated
     }
     return {"methods": methods}
 

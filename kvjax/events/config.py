@@ -28,6 +28,7 @@ class KVEventsConfig:
     topic: str = ""  # llm-d expects "kv@<pod id>@<model>"
     event_form: str = "map"  # or "array", for consumers that read the older form of vLLM only
     int_block_hashes: bool = True  # the low 64 bits of a hash; False: the whole digest
+    every_block: bool = False  # True, as vLLM: a hash is told with each block that holds it, not with first and last
 
     def __post_init__(self) -> None:
         if self.publisher not in PUBLISHERS:

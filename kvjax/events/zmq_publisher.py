@@ -42,6 +42,7 @@ from kvjax.events.cached_blocks import CachedBlocks
 from kvjax.events.config import KVEventsConfig
 from kvjax.events.encoding import EventEncoder
 from kvjax.events.endpoints import endpoint_of_rank, is_bound
+from kvjax.events.first_and_last import FirstAndLast
 from kvjax.events.publisher import EventPublisher
 from kvjax.events.replay_answers import ReplayAnswers
 from kvjax.events.replay_buffer import ReplayBuffer
@@ -95,6 +96,7 @@ class ZmqEventPublisher(EventPublisher):
         # Only where somebody can ask for it; None: events came that it cannot take.
         self._cached = None if config.replay_endpoint is None else CachedBlocks()
         self._answers: ReplayAnswers | None = None  # likewise
+        self._first_and_last = None if config.every_block else FirstAndLast()
         self._next_seq = 0
         self._has_warned = False
 
@@ -251,6 +253,9 @@ class ZmqEventPublisher(EventPublisher):
 
     def _send(self, ts: float, events: Sequence[KVCacheEvent]) -> None:
         """A batch that cannot be encoded takes a number all the same: subscribers see that they miss it."""
+        events = self._changes(events)
+        if not events:
+            return
         seq = self._next_seq
         self._next_seq += 1
         self._note_cached(events)
@@ -261,6 +266,15 @@ class ZmqEventPublisher(EventPublisher):
             return
         self._buffer.append(seq, payload)
         self._pub.send_multipart((self._topic, _frame(seq), payload))
+
+    def _changes(self, events: Sequence[KVCacheEvent]) -> Sequence[KVCacheEvent]:
+        """What of the events is told."""
+        try:
+            return events if self._first_and_last is None else self._first_and_last.told(events)
+        except Exception:
+            self._first_and_last = None
+            logger.exception("KV events: who holds a hash is not counted any more, from now on each block is told")
+            return events
 
     def _note_cached(self, events: Sequence[KVCacheEvent]) -> None:
         try:

@@ -6,11 +6,12 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from kvjax.adapters.signatures import RECORDED, Stack, recorded
+from kvjax.adapters.signatures import RECORDED, Stack, describe, recorded
 from kvjax.errors import MissingStackError, UnknownStackError
 from tests.adapters.stand_ins import stack_with
 
@@ -60,6 +61,33 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
 def test_another_order_and_a_missing_object_are_told(change: Callable[[dict[str, Any]], None], told: str) -> None:
     with stack_with("tpu_inference", 0, change), pytest.raises(UnknownStackError, match=told):
         Stack("tpu_inference").load("AttentionMetadata")
+
+
+@dataclass
+class Pages:
+    """As EasyDeL's `CachePages`: the decorator writes its `__init__`."""
+
+    page_ids: list[int]
+
+    def get_page_ids(self) -> list[int]:
+        return self.page_ids
+
+
+def test_the_init_that_a_dataclass_generates_is_no_new_method() -> None:
+    """Records are made of sources, which do not have it."""
+    assert describe(Pages, {"methods": {"get_page_ids": []}}) == {"methods": {"get_page_ids": []}}
+    own = {"methods": {"__init__": ["page_ids"], "get_page_ids": []}}
+    assert describe(Pages, own) == own
+
+
+@pytest.mark.parametrize("name", ["CacheManager", "CachePages"])
+def test_at_its_users_risk_another_version_is_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVJAX_ANY_RELEASE", "1")
+    with stack_with("easydel", 0, lambda objects: objects[name]["methods"].update(park=[])) as made:
+        assert Stack("easydel").load(name) is made[name]
+    assert f"{name} has a new method 'park'" in caplog.text
 
 
 @pytest.mark.parametrize("stack", STACKS)

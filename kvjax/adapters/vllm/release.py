@@ -3,7 +3,7 @@
 Flow:    installed vLLM, recorded/<release>.json -> [installed_release] -> KVCacheManager, install
 
 A release is known if it was recorded. Nothing is guessed: another release, or an object of it that looks otherwise, is
-refused by the name of what it has or lacks.
+refused by the name of what it has or lacks, unless its user takes the risk (KVJAX_ANY_RELEASE).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvjax.adapters.any_release import refuse_unless_allowed
 from kvjax.adapters.vllm.description import REQUIRED, VERSIONS, Description, describe_installed, fields_of, vllm_module
 from kvjax.errors import UnknownStackError
 
@@ -67,9 +68,6 @@ RULES = {
         request_attributes=(*REQUEST_ATTRIBUTES, "num_in_flight_tokens", "shared_prefix_boundary"),
     ),
 }
-
-
-NEWEST = "0.33"
 
 
 @dataclass(frozen=True)
@@ -177,9 +175,22 @@ def check_description(recorded: Description, found: Description) -> None:
             raise UnknownStackError(f"vllm {version}: Request lacks {name!r}, which kvjax.adapters.vllm reads")
 
 
+def nearest_release(name: str) -> str:
+    """The newest recorded release that is no newer than `name`, else the oldest."""
+
+    def order(of: str) -> list[int]:
+        return [int(part) if part.isdecimal() else 0 for part in of.split(".")]
+
+    known = sorted(RULES, key=order)
+    return max((other for other in known if order(other) <= order(name)), key=order, default=known[0])
+
+
 @cache
 def installed_release() -> Release:
     """The release that is installed, once it was compared with its record.
+
+    Returns:
+        The recorded release; with KVJAX_ANY_RELEASE=1 one that differs, under the rules of the nearest recorded one.
 
     Raises:
         MissingStackError: vLLM is not installed.
@@ -188,13 +199,13 @@ def installed_release() -> Release:
     version = vllm_module("vllm").__version__
     name = ".".join(version.split(".")[:2])
     found = describe_installed()
-    if name not in RULES:
-        check_description(
-            recorded_release(max(RULES, key=lambda known: [*map(int, known.split("."))])).description, found
-        )
-    release = recorded_release(name)
-    check_description(release.description, found)
-    return release
+    nearest = recorded_release(nearest_release(name))
+    try:
+        check_description(nearest.description, found)
+        return recorded_release(name)
+    except UnknownStackError as error:
+        refuse_unless_allowed(str(error))
+    return Release(name, nearest.rules, found)
 
 
 __all__ = ["RULES", "Release", "Rules", "check_description", "installed_release", "recorded_release"]

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvjax.adapters.any_release import refuse_unless_allowed
 from kvjax.adapters.vllm import KVCacheManager, install, uninstall
 from kvjax.adapters.vllm.description import describe_installed
-from kvjax.adapters.vllm.release import check_description
+from kvjax.adapters.vllm.release import RULES, check_description, installed_release, nearest_release
 from kvjax.errors import MissingStackError, UnknownStackError
 from tests.adapters.vllm.fake_vllm import RELEASES, installed, recorded
 
@@ -99,6 +100,37 @@ def test_an_unknown_version_is_refused_by_what_differs_or_else_by_its_number() -
     changed["fields"]["KVCacheConfig"].append("aura")
     with installed(changed), pytest.raises(UnknownStackError, match="KVCacheConfig has 'aura'"):
         install()
+
+
+def test_at_its_users_risk_an_unknown_release_runs_by_the_nearest_ones_rules(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning says what differs."""
+    changed = deepcopy(recorded("0.22")) | {"version": "0.27.1"}
+    changed["methods"]["KVCacheManager"]["allocate_slots"]["color"] = 0
+    with installed(changed):
+        with pytest.raises(UnknownStackError, match=r"has 'color'.*KVJAX_ANY_RELEASE=1 runs it"):
+            install()
+        monkeypatch.setenv("KVJAX_ANY_RELEASE", "1")
+        assert install() is KVCacheManager
+        uninstall()
+        assert installed_release().rules == RULES["0.22"]
+        assert installed_release().bind("allocate_slots", ["request", 4], {})["color"] == 0
+    assert "has 'color'" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["yes", "2", " "])
+def test_another_value_of_the_switch_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVJAX_ANY_RELEASE", value)
+    with pytest.raises(ValueError, match=r"KVJAX_ANY_RELEASE of 0 or 1, got"):
+        refuse_unless_allowed("it differs")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("0.9", "0.16"), ("0.16", "0.16"), ("0.31", "0.22"), ("0.34", "0.33"), ("1.0", "0.33")]
+)
+def test_the_nearest_release_is_the_newest_that_is_no_newer(name: str, nearest: str) -> None:
+    assert nearest_release(name) == nearest
 
 
 @release
