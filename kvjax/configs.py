@@ -15,7 +15,7 @@ from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig, read_json_object
-from kvjax.text import parse_bytes
+from kvjax.text import did_you_mean, parse_bytes
 
 _INSTALLED = Path(__file__).parent / "_configs"
 _CHECKOUT = Path(__file__).parent.parent / "configs"
@@ -85,7 +85,7 @@ def load_model_config(model: str | Path) -> ModelConfig:
     if not file.is_file():
         raise ConfigError(
             f"expected a model's name ({', '.join(known_models())}), a folder with a config.json or a path to one, "
-            f"got {str(model)!r}"
+            f"got {str(model)!r}{did_you_mean(str(model), known_models())}"
         )
     return ModelConfig.from_dict(read_json_object(file), where=str(file))
 
@@ -101,7 +101,7 @@ def load_deployment(deployment: str | Path) -> Deployment:
     if not file.is_file():
         raise ConfigError(
             f"expected a deployment's name ({', '.join(known_deployments())}) or a path to a TOML file, "
-            f"got {str(deployment)!r}"
+            f"got {str(deployment)!r}{did_you_mean(str(deployment), known_deployments())}"
         )
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -5,8 +5,9 @@ Flow:    reports -> [format_bytes, count_of, align_table] -> terminal; [parse_by
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -64,6 +65,13 @@ def format_bytes(num_bytes: int) -> str:
 def count_of(number: int, noun: str) -> str:
     """A number of things, such as "1 request" or "1,000 requests"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The end of an error: what of the known is most like the given, whatever its case; empty where nothing is."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(given.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
 def align_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:

@@ -73,7 +73,7 @@ class Case:
             trace,
             ReplayConfig(
                 specs=load_model_config(self.model).kv_cache_specs(self.block_size),
-                num_blocks=self.num_blocks,
+                num_blocks=self.num_blocks + 1,  # the null block
                 hash_algorithm="xxhash_cbor",
                 eviction_policy=self.policy,
                 retention_interval=self.interval,

@@ -21,19 +21,19 @@ from contextlib import redirect_stdout
 from kvjax import __version__
 from kvjax.cli.parser import OneLineParser
 from kvjax.cli.running.interrupts import INTERRUPTED
-from kvjax.cli.running.output_files import check_files
+from kvjax.cli.running.output_files import STANDARD_OUTPUT, check_files
 from kvjax.cli.running.standard_output import StandardOutput, drop_output
 from kvjax.errors import KVCacheError
 from kvjax.extras import require_extra
 
 COMMANDS = {
-    "generate": "continue prompts with a model: continuous batching over paged, prefix-cached KV",
-    "replay": "feed a request trace through the cache managers of one or several replicas, without a model",
-    "bench": "how fast a model runs here, by part, next to Hugging Face where it is installed",
-    "check": "run every op on this machine's devices against what it must give",
-    "launch": "run a program in several processes of one computation, all again when one of them fails",
-    "plan": "how many blocks and requests fit in a memory budget, and why",
-    "completion": "what a shell evaluates so that its Tab key knows these commands and their options",
+    "plan": "Say how many blocks and requests fit in a memory budget, and why.",
+    "replay": "Feed a request trace through the cache managers of one or several replicas, without a model.",
+    "generate": "Continue prompts with a model: continuous batching over paged, prefix-cached KV.",
+    "bench": "Measure how fast a model runs here, by part, beside Hugging Face where it is installed.",
+    "check": "Run every op on this machine's devices against what it must give.",
+    "launch": "Run a program in several processes of one computation, all again when one of them fails.",
+    "completion": "Print what a shell evaluates so that its Tab key knows these commands and their options.",
 }
 
 NOTHING_ALONE = ("replay", "launch", "plan", "completion")  # commands that need to be told something
@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complete(parser)
         args = parser.parse_args(argv)
         command = commands[args.command]
-        with redirect_stdout(StandardOutput(sys.stdout, goes_on=bool(command.outputs_of(args)))):
+        outputs = command.outputs_of(args)
+        told = sys.stderr if STANDARD_OUTPUT in outputs.values() else sys.stdout
+        with redirect_stdout(StandardOutput(told, goes_on=bool(outputs))):
             status = _run(args, command)
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -97,16 +99,16 @@ def _parsers(argv: Sequence[str]) -> tuple[OneLineParser, dict[str, OneLineParse
     parser = OneLineParser(
         prog="kvjax", description="Paged, prefix-cached KV memory: generate with it, replay traces, plan it."
     )
-    parser.add_argument("--version", action="version", version=f"kvjax {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show a traceback where an error occurs")
+    parser.add_argument("--version", action="version", version=f"kvjax {__version__}", help="Show the version.")
+    parser.add_argument("--debug", action="store_true", help="Show a traceback where an error occurs.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands: dict[str, OneLineParser] = {}
     named = {*argv, *os.environ.get("COMP_LINE", "").split()}  # the line that a shell asks about
     for name, summary in COMMANDS.items():
-        command = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        command = subparsers.add_parser(name, help=summary, description=summary)
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if name in named:
-            importlib.import_module(f"kvjax.cli.commands.{name}").add_arguments(command)
+            command.add_command(importlib.import_module(f"kvjax.cli.commands.{name}"))
         commands[name] = command
     return parser, commands
 

@@ -6,16 +6,23 @@ Flow:    argparse -> [OneLineParser] -> stderr, exit status 2
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvjax.cli.running.output_files import output_file, plot_file
+from kvjax.cli.help_text import HelpText, examples_text, usage_of
+from kvjax.cli.running.output_files import named_file, output_file, plot_file
+from kvjax.text import did_you_mean
 
-_WRITTEN = (output_file, plot_file)
+_WRITTEN = (output_file, named_file, plot_file)
 _CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)$")
+
+
+def _expected(choice: re.Match[str]) -> str:
+    """An error of a choice in our words."""
+    known = re.findall(r"[\w.-]+", choice["choices"])
+    return f"expected one of {', '.join(known)}, got {choice['given']!r}{did_you_mean(choice['given'], known)}"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -25,8 +32,11 @@ class OneLineParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{"allow_abbrev": False} | kwargs)
+        own: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpText}
+        super().__init__(**own | kwargs)
         self._has_commands = False
+        for action in self._actions:  # argparse's own -h
+            action.help = "Show this help."
 
     def add_subparsers(self, **kwargs: Any) -> Any:  # argparse's own type is private
         """As argparse's."""
@@ -38,14 +48,20 @@ class OneLineParser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and not self._has_commands:
             options = [argument for argument in unknown if argument.startswith("-")]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(options[:1], self._option_string_actions)}")
+            meant = did_you_mean(options[0].partition("=")[0], self._option_string_actions) if options else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2; argparse calls it for every error of a command line."""
-        choice = _CHOICE.search(message)
-        meant = "" if choice is None else _meant([choice["given"]], re.findall(r"[\w.-]+", choice["choices"]))
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{meant} (see {self.prog} --help)\n")
+        message = _CHOICE.sub(_expected, " ".join(message.split()))
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def add_command(self, module: Any) -> None:
+        """Takes the arguments, usage and examples of a module of `kvjax.cli.commands`."""
+        module.add_arguments(self)
+        self.usage = usage_of(self.prog, self._actions)
+        self.epilog = examples_text(module.EXAMPLES)
 
     def outputs_of(self, args: argparse.Namespace) -> dict[str, Path]:
         """Files that the command is to write, by option."""
@@ -62,9 +78,3 @@ class OneLineParser(argparse.ArgumentParser):
             for one in value if isinstance(value, list) else [value]:
                 if name not in written and isinstance(one, (str, Path)):
                     yield str(one)
-
-
-def _meant(given: Sequence[str], known: Iterable[str]) -> str:
-    """A question that names what of the known is most like the given; empty where nothing is."""
-    close = difflib.get_close_matches(given[0].partition("=")[0], list(known), n=1) if given else []
-    return f"; did you mean {close[0]}?" if close else ""

@@ -45,7 +45,7 @@ SEED_TEXT = "kvjax-replay"  # fixed, so that two runs compute the same hashes
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """What to replay on. `num_blocks` counts the blocks that can hold tokens; each pool has its null block besides."""
+    """What to replay on. `num_blocks` are those of each pool, the null block included, as of `EngineConfig`."""
 
     specs: dict[str, KVCacheSpec]
     num_blocks: int | None = None
@@ -229,10 +229,9 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
     parallel = Parallelism(tensor=config.tensor_parallel)
     shape = CacheShape.of(config.specs, platform=config.platform, parallel=parallel, hybrid=config.hybrid)
     max_running = 1 if config.serial else config.batching.max_num_seqs
-    num_blocks, load = None, config.load
+    load = config.load
     if config.num_blocks is not None:
-        num_blocks = config.num_blocks + 1
-        longest = max(shape.longest_request_in([num_blocks] * shape.num_pools, longest, in_flight), 1)
+        longest = max(shape.longest_request_in([config.num_blocks] * shape.num_pools, longest, in_flight), 1)
     if config.memory_bytes is not None:
         longest = shape.longest_request(config.memory_bytes, longest, in_flight) or longest
     if config.memory_bytes is not None and load is None and shape.num_pools > 1 and not config.shares_memory:
@@ -252,7 +251,7 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
         config.specs,
         max_model_len=longest,
         memory_bytes=config.memory_bytes,
-        num_blocks=num_blocks,
+        num_blocks=config.num_blocks,
         max_in_flight_tokens=in_flight,
         load=load,
         platform=config.platform,

@@ -55,7 +55,7 @@ def naive_hits(trace: list[TraceRequest], block_size: int, num_blocks: int) -> t
 @pytest.mark.parametrize("seed", range(4))
 def test_agrees_with_a_cache_of_lists(seed: int, num_blocks: int) -> None:
     trace = random_trace(seed, 60)
-    config = ReplayConfig(full(512), num_blocks=num_blocks, serial=True, release="0.16.0")
+    config = ReplayConfig(full(512), num_blocks=num_blocks + 1, serial=True, release="0.16.0")
     recorder = run_replay(trace, config).recorder
     assert (recorder.hit_tokens, recorder.refused) == naive_hits(trace, 512, num_blocks)
 
@@ -81,14 +81,14 @@ def test_windowed_layers_hit_no_more_than_the_infinite_cache() -> None:
 
 def test_a_request_larger_than_the_pool_is_refused_and_changes_nothing() -> None:
     small, large = TraceRequest(0, 512, 1, (0,)), TraceRequest(1, 2048, 1, (0, 1, 2, 3))
-    result = run_replay([small, large, small], ReplayConfig(full(512), num_blocks=3, serial=True))
+    result = run_replay([small, large, small], ReplayConfig(full(512), num_blocks=4, serial=True))
     assert (result.recorder.requests, result.recorder.refused) == (2, 1)
     assert result.recorder.prompt_tokens == 1024
 
 
-def test_blocks_are_given_without_the_null_block() -> None:
+def test_blocks_are_given_with_the_null_block() -> None:
     trace = [TraceRequest(0, 2048, 1, (0, 1, 2, 3))]
-    result = run_replay(trace, ReplayConfig(full(512), num_blocks=4, serial=True))
+    result = run_replay(trace, ReplayConfig(full(512), num_blocks=5, serial=True))
     assert result.recorder.requests == 1
     assert result.plan.pools[0].num_blocks == 5
     assert max(sample.held_blocks for sample in result.recorder.samples) == 4
@@ -98,7 +98,7 @@ def test_all_blocks_are_free_again() -> None:
     result = run_replay(random_trace(3, 40), ReplayConfig(full(16), num_blocks=500, serial=True))
     (pool,) = result.recorder.pools
     pool.check_invariants()
-    assert pool.num_free_blocks == 500
+    assert pool.num_free_blocks == 499
 
 
 def test_an_empty_trace_is_refused() -> None:
@@ -114,7 +114,9 @@ def test_an_empty_trace_is_refused() -> None:
 @pytest.mark.timeout(600)
 def test_mooncake_figures(num_blocks: int, hit_tokens: int) -> None:
     """As vLLM's own manager has them, one request at a time."""
-    config = ReplayConfig(full(512), num_blocks=num_blocks, serial=True, hash_algorithm="xxhash_cbor", release="0.16.0")
+    config = ReplayConfig(
+        full(512), num_blocks=num_blocks + 1, serial=True, hash_algorithm="xxhash_cbor", release="0.16.0"
+    )
     recorder = run_replay(read_trace(MOONCAKE), config).recorder
     assert recorder.requests == 12_031
     assert recorder.prompt_tokens == 144_793_823

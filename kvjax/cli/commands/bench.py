@@ -25,23 +25,34 @@ from kvjax.bench.hugging_face import HuggingFaceProcess
 from kvjax.bench.measure import EngineRun, Speeds, measure_engine, measure_hugging_face
 from kvjax.bench.report import BenchResult, WarmUp, bench_json, bench_text
 from kvjax.bench.workload import Workload
+from kvjax.cli.help_text import Example, default_text
 from kvjax.cli.options.fields import add_fields, add_option
+from kvjax.cli.options.model import BLOCKS_HELP, add_model_arguments
 from kvjax.cli.options.pool_size import ample_blocks
 from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
 from kvjax.cli.options.types import non_negative_int, positive_int
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
-from kvjax.cli.running.output_files import output_file, write_json
+from kvjax.cli.running.output_files import STANDARD, name_of, output_file, write_json
 from kvjax.cli.running.progress import progress
 from kvjax.cli.running.start_up import add_start_arguments, start_jax
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path, demo_requests
 from kvjax.engine import EngineConfig, SamplingParams, SpeculativeConfig
-from kvjax.models.configs.keys import WEIGHT_DTYPES
 
 if TYPE_CHECKING:
     from kvjax.engine import LLMEngine
     from kvjax.models import LoadedModel
 
+EXAMPLES = (
+    Example(
+        "Measure the demo model alone, with short prompts.",
+        "kvjax bench --batch 4 --prompt-len 64 --new-tokens 8 --runs 1 --no-hugging-face",
+    ),
+    Example(
+        "Draft tokens from each request's own text, and keep all figures.",
+        "kvjax bench --batch 2 --prompt-len 64 --new-tokens 8 --runs 1 --speculative prompt-lookup --json bench.json",
+    ),
+)
 MAX_BUCKETS = 5
 PLAIN, COMPILED = "Hugging Face generate", "HF compiled, static cache"
 
@@ -49,36 +60,46 @@ PLAIN, COMPILED = "Hugging Face generate", "HF compiled, static cache"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax bench`."""
     what = parser.add_argument_group("what to run")
-    what.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the demo model)")
-    what.add_argument("--dtype", choices=WEIGHT_DTYPES, help="of weights and cache (default: the checkpoint's own)")
-    what.add_argument("--batch", type=positive_int, default=16, metavar="N", help="requests at once (16)")
-    what.add_argument("--prompt-len", type=positive_int, default=256, metavar="N", help="tokens of each prompt (256)")
-    what.add_argument("--new-tokens", type=positive_int, default=64, metavar="N", help="of each, at least 2 (64)")
+    add_model_arguments(what)
+    what.add_argument("--batch", type=positive_int, default=16, metavar="N", help="Run N requests at once.")
+    what.add_argument("--prompt-len", type=positive_int, default=256, metavar="N", help="Give each prompt N tokens.")
+    what.add_argument(
+        "--new-tokens", type=positive_int, default=64, metavar="N", help="Generate N tokens for each, at least 2."
+    )
     what.add_argument(
         "--shared-len",
         type=non_negative_int,
         metavar="N",
-        help="first tokens that all prompts of the prefix-cache workload have in common (default: half of a prompt)",
+        help="Let all prompts of the prefix-cache workload begin with the same N tokens."
+        f"{default_text('half of a prompt')}",
     )
-    what.add_argument("--runs", type=positive_int, default=3, metavar="N", help="of which the median is shown (3)")
+    what.add_argument("--runs", type=positive_int, default=3, metavar="N", help="Measure N runs, and show the median.")
     how = parser.add_argument_group("how the engine runs")
     add_option(how, "block_size", default=None)
-    add_option(how, "num_blocks", default=None, help="blocks of a pool (default: ample)")
+    add_option(how, "num_blocks", default=None, help=BLOCKS_HELP, otherwise="ample")
     own = {"max_num_batched_tokens": 512, "async_scheduling": False}
     add_fields(how, EngineConfig, *own, **own)
     add_speculation_arguments(how)
     add_start_arguments(how)
     other = parser.add_argument_group("Hugging Face")
-    other.add_argument("--no-hugging-face", action="store_true", help="measure the engine alone")
+    other.add_argument("--no-hugging-face", action="store_true", help="Measure the engine alone.")
     other.add_argument(
-        "--hf-compiled", action="store_true", help="also with torch.compile over a static cache; compiles for minutes"
+        "--hf-compiled",
+        action="store_true",
+        help="Measure torch.compile over a static cache too, which compiles for minutes.",
     )
     other.add_argument(
-        "--hf-python", metavar="PYTHON", help="interpreter with torch and transformers (default: this one, if it has)"
+        "--hf-python",
+        metavar="PYTHON",
+        help=f"Run Hugging Face by this interpreter, with torch and transformers.{default_text('this one, if it has')}",
     )
-    other.add_argument("--hf-threads", type=positive_int, metavar="N", help="threads of torch (default: all cores)")
+    other.add_argument(
+        "--hf-threads", type=positive_int, metavar="N", help=f"Give torch N threads.{default_text('all cores')}"
+    )
     out = parser.add_argument_group("what to show")
-    out.add_argument("--json", type=output_file, metavar="FILE", help="write all figures, every run's too")
+    out.add_argument(
+        "--json", type=output_file, metavar="FILE", help=f"Write the figures of every run as JSON. {STANDARD}"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         report = {"config": settings | {"devices": args.devices, **asdict(engine.config)}, **bench_json(result)}
         report["interrupted"] = len(runs) < args.runs
         write_json(args.json, report, indent=1)
-        print(f"\nReport written to {args.json}")
+        print(f"\nReport written to {name_of(args.json)}")
     return 0 if len(runs) == args.runs else INTERRUPTED
 
 

@@ -16,26 +16,33 @@ from typing import Any
 
 import jax
 
+from kvjax.cli.help_text import Example
 from kvjax.cli.options.types import non_negative_int, positive_float
-from kvjax.cli.running.output_files import output_file, write_json
+from kvjax.cli.running.output_files import STANDARD, output_file, write_json
 from kvjax.cli.running.start_up import check_platform
 from pallas_kernels.cases.case import Case
 from pallas_kernels.cases.find import case_types
 from pallas_kernels.cases.verdict import FAILED, OK, Verdict, check_op
 from pallas_kernels.ran_on import chip, record
 
+EXAMPLES = (
+    Example("Check this machine's devices.", "kvjax check"),
+    Example(
+        "Draw other cases, give each a minute, and keep every row.", "kvjax check --seed 7 --hang 60 --json check.json"
+    ),
+)
 ROW = "{:24} {:10} {:28} {:>10} {:>10} {:>8}  {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax check`."""
-    parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="draws other cases (0)")
+    parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="Draw the cases from this seed.")
     parser.add_argument(
-        "--hang", type=positive_float, default=300.0, metavar="SECONDS", help="a case that takes longer fails (300)"
+        "--hang", type=positive_float, default=300.0, metavar="SECONDS", help="Let a case that takes longer fail."
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write every row, with its case's settings")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help=f"Write every row as JSON. {STANDARD}")
     parser.add_argument(
-        "--record", action="store_true", help="note in the package that these kernels ran right on this kind of chip"
+        "--record", action="store_true", help="Note in the package that these kernels ran right on this kind of chip."
     )
 
 

@@ -14,25 +14,34 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax.cli.generate.plot import draw_pools
 from kvjax.cli.generate.prompt_inputs import read_inputs
-from kvjax.cli.generate.prompts import NamedPrompt, read_prompts, samples_of
+from kvjax.cli.generate.prompts import NamedPrompt, prompts_file, read_prompts, samples_of
 from kvjax.cli.generate.report import report_json, request_table, totals, totals_lines
 from kvjax.cli.generate.stream import OrderedTextPrinter
 from kvjax.cli.generate.token_text import token_id_text
+from kvjax.cli.help_text import Example, default_text
 from kvjax.cli.options.fields import add_fields, add_option, read_fields
+from kvjax.cli.options.model import BLOCKS_HELP, add_model_arguments
 from kvjax.cli.options.pool_size import ample_blocks, even
 from kvjax.cli.options.rules import add_rules_argument, release_of
 from kvjax.cli.options.sampling import add_sampling_arguments, read_sampling
 from kvjax.cli.options.speculation import add_speculation_arguments, read_speculation
 from kvjax.cli.options.tiers import add_tier_arguments, read_tiers
-from kvjax.cli.options.types import positive_int
+from kvjax.cli.options.types import non_negative_int, positive_int
 from kvjax.cli.pictures.figures import save_figure
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
-from kvjax.cli.running.output_files import output_file, plot_file, require_matplotlib, write_json
+from kvjax.cli.running.output_files import (
+    PLOTS,
+    STANDARD,
+    name_of,
+    output_file,
+    plot_file,
+    require_matplotlib,
+    write_json,
+)
 from kvjax.cli.running.progress import progress
 from kvjax.cli.running.start_up import add_start_arguments, start_jax
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
@@ -42,7 +51,6 @@ from kvjax.engine import EngineConfig, FinishReason, SpeculativeConfig
 from kvjax.engine.front.pool_picture import pool_picture
 from kvjax.errors import TierDataError
 from kvjax.models.config import StreamingWindow
-from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.replay.misses import miss_table
 from kvjax.text import count_of, format_bytes
 
@@ -52,6 +60,14 @@ if TYPE_CHECKING:
     from kvjax.engine import GenerationResult, LLMEngine
     from kvjax.models import LoadedModel
 
+DEMO_PROMPTS = "those of the demo"
+EXAMPLES = (
+    Example("Continue a text by the demo model.", 'kvjax generate "Once upon a time" --max-tokens 16'),
+    Example(
+        "Draw two samples of each prompt of a file, and keep what the cache did.",
+        "kvjax generate --prompts prompts.txt --n 2 --temperature 0.8 --max-tokens 8 --quiet --json run.json",
+    ),
+)
 SETTINGS = ("enable_prefix_caching", "sub_block_hits", "idle_state_dtype", "state_block_size", "ring_tokens")
 RULES = ("eviction_policy",)  # what a release of vLLM decides
 MAX_BUCKETS = 2  # one for decoding, one for all else: a run from the command line is short
@@ -59,53 +75,71 @@ MAX_BUCKETS = 2  # one for decoding, one for all else: a run from the command li
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax generate`."""
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="prompts (default: those of the demo)")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help=f"Continue these prompts.{default_text(DEMO_PROMPTS)}")
     what = parser.add_argument_group("what to generate")
-    what.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the demo model)")
-    what.add_argument("--dtype", choices=WEIGHT_DTYPES, help="of weights and cache (default: the checkpoint's own)")
-    what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt that begins with a dash, say")
+    add_model_arguments(what)
+    what.add_argument("--prompt", action="append", metavar="TEXT", help="Continue this prompt, which may begin with -.")
     what.add_argument(
         "--prompts",
-        type=Path,
+        type=prompts_file,
         metavar="FILE",
-        help='a prompt a line, or .jsonl with {"prompt": ... or "prompt_token_ids": ..., "name": ..., "inputs": .npz}, '
-        'or of a chat "messages" and perhaps "tools"',
+        help='Continue a prompt a line, or of .jsonl {"prompt": ... or "prompt_token_ids": ..., "name": ..., "inputs": '
+        '.npz}, or of a chat "messages" and perhaps "tools". The file may be gzipped. - reads standard input, '
+        "as .jsonl if it begins with {.",
     )
-    what.add_argument("--max-tokens", type=positive_int, default=96, metavar="N", help="tokens per request (96)")
+    what.add_argument(
+        "--max-tokens", type=positive_int, default=96, metavar="N", help="Generate at most N tokens for each request."
+    )
     what.add_argument(
         "--n",
         type=positive_int,
         default=1,
         metavar="N",
-        help="samples of each prompt (1), which compute it once; those after the first are NAME.1, NAME.2, ...",
+        help="Draw N samples of each prompt, which is computed once. Those after the first are NAME.1, NAME.2, ...",
     )
-    add_sampling_arguments(what)
-    how = parser.add_argument_group("how the engine runs")
-    add_option(how, "block_size", default=None)
-    size = how.add_mutually_exclusive_group()
-    add_option(size, "num_blocks", default=None, help="blocks of a pool, null block included (default: fits)")
+    add_sampling_arguments(parser.add_argument_group("how tokens are chosen"))
+    cache = parser.add_argument_group("cache")
+    add_option(cache, "block_size", default=None)
+    size = cache.add_mutually_exclusive_group()
+    add_option(size, "num_blocks", default=None, help=BLOCKS_HELP, otherwise="what the prompts need")
     add_option(size, "memory_bytes", default=None)
-    how.add_argument("--max-model-len", type=positive_int, metavar="N", help="longest request (default: what is asked)")
+    add_fields(cache, EngineConfig, *SETTINGS, *RULES)
+    add_rules_argument(cache, RULES)
+    add_tier_arguments(parser.add_argument_group("tiers beyond the cache"))
+    how = parser.add_argument_group("how the engine runs")
     how.add_argument(
-        "--window", type=positive_int, metavar="N", help="let full attention see the last N tokens only (StreamingLLM)"
+        "--max-model-len",
+        type=positive_int,
+        metavar="N",
+        help=f"Allow requests of at most N tokens.{default_text('what the prompts need')}",
     )
     how.add_argument(
-        "--sink-tokens", type=int, default=4, metavar="N", help="and the first N, which it needs to stay stable (4)"
+        "--window",
+        type=positive_int,
+        metavar="N",
+        help="Let full attention see the last N tokens only, as StreamingLLM does.",
     )
     how.add_argument(
-        "--keep-prompt", action="store_true", help="with --window: see the whole prompt in place of the first tokens"
+        "--sink-tokens",
+        type=non_negative_int,
+        default=4,
+        metavar="N",
+        help="Let it see the first N too, which it needs to stay stable.",
+    )
+    how.add_argument(
+        "--keep-prompt", action="store_true", help="Let it see the whole prompt in place of the first tokens."
     )
     own = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "async_scheduling": False}
-    add_fields(how, EngineConfig, *SETTINGS, *RULES, *own, **own)
-    add_rules_argument(how, RULES)
+    add_fields(how, EngineConfig, *own, **own)
     add_speculation_arguments(how)
-    add_tier_arguments(how)
     add_start_arguments(how)
     out = parser.add_argument_group("what to show")
-    out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
-    out.add_argument("--miss-reasons", action="store_true", help="say why prompt tokens were not found cached")
-    out.add_argument("--json", type=output_file, metavar="FILE", help="write requests, steps and totals")
-    out.add_argument("--plot", type=plot_file, metavar="FILE", help="draw the pools over the run (png, pdf, svg)")
+    out.add_argument("-q", "--quiet", action="store_true", help="Show a progress bar, not the text.")
+    out.add_argument("--miss-reasons", action="store_true", help="Say why prompt tokens were not found cached.")
+    out.add_argument(
+        "--json", type=output_file, metavar="FILE", help=f"Write requests, steps and totals as JSON. {STANDARD}"
+    )
+    out.add_argument("--plot", type=plot_file, metavar="FILE", help=f"Draw the pools over the run. {PLOTS}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -170,6 +204,8 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
     mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
     folder = demo_model_path() if args.model is None else args.model
     streaming = None
+    if args.window is None and args.keep_prompt:
+        raise ValueError("expected --window N with --keep-prompt, got none")
     if args.window is not None:
         streaming = StreamingWindow(size=args.window, num_sink_tokens=args.sink_tokens, keeps_prompt=args.keep_prompt)
     model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len, streaming=streaming)
@@ -343,4 +379,4 @@ def _report(
         config = {"model": "demo" if args.model is None else str(args.model), **asdict(engine.config)}
         report = report_json(results, texts, steps, wall_s, config)
         write_json(args.json, report, indent=1)
-        print(f"Report written to {args.json}")
+        print(f"Report written to {name_of(args.json)}")

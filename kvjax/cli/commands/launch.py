@@ -23,19 +23,34 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from kvjax.cli.options.types import positive_int
+from kvjax.cli.help_text import Example, default_text
+from kvjax.cli.options.types import non_negative_int, positive_int
 
+EXAMPLES = (
+    Example(
+        "Run a program in two processes, each with one virtual CPU device.",
+        "kvjax launch --processes 2 --cpu-devices 1 -- python program.py",
+    ),
+    Example("Let its first failure end all.", "kvjax launch -n 2 --restarts 0 -- python program.py --steps 10"),
+)
 END_S = 10.0  # in which processes end that have lost another
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax launch`."""
-    parser.add_argument("-n", "--processes", type=positive_int, default=2, metavar="N", help="processes (2)")
+    parser.add_argument("-n", "--processes", type=positive_int, default=2, metavar="N", help="Start N processes.")
     parser.add_argument(
-        "--cpu-devices", type=positive_int, metavar="N", help="virtual CPU devices of each (default: real devices)"
+        "--cpu-devices",
+        type=positive_int,
+        metavar="N",
+        help=f"Give each process N virtual CPU devices.{default_text('real devices')}",
     )
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="further starts after failures (3)")
-    parser.add_argument("program", nargs="+", metavar="-- PROGRAM ...", help="the program and its arguments")
+    parser.add_argument(
+        "--restarts", type=non_negative_int, default=3, metavar="N", help="Start all again at most N times."
+    )
+    parser.add_argument(
+        "program", nargs="+", metavar="-- PROGRAM", help="Run this program with the arguments behind it."
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,10 +9,11 @@ import argparse
 from dataclasses import replace
 from math import gcd, lcm
 
+from kvjax.cli.help_text import Example, default_text
 from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.cli.options.replay import add_load_arguments, add_reading_arguments, reading_of
 from kvjax.cli.options.types import int_list, positive_int
-from kvjax.cli.running.output_files import output_file, write_json
+from kvjax.cli.running.output_files import STANDARD, input_file, output_file, write_json
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.core import KVCacheManager, KVCacheSpec
 from kvjax.errors import ConfigError
@@ -28,19 +29,24 @@ from kvjax.replay.requests.trace import cut_tails
 from kvjax.replay.working_set import load_of
 
 AUTO = "auto"
-SETTINGS = (
+MODELS_OWN = "the model's"
+CACHE = (
     "memory_bytes",
     "num_blocks",
     "block_size",
     "dtype",
-    "tensor_parallel",
-    "decode_context_parallel",
-    "prefill_context_parallel",
-    "data_parallel",
     "hybrid",
     "one_memory",
     "idle_state_dtype",
     "state_block_size",
+)
+DEVICES = ("tensor_parallel", "decode_context_parallel", "prefill_context_parallel", "data_parallel")
+EXAMPLES = (
+    Example("See what fits in 40 GiB of a device.", "kvjax plan gemma-3-27b --memory 40GiB --max-model-len 32k"),
+    Example(
+        "Plan two devices that share the heads, and keep the plan.",
+        "kvjax plan llama-3-8b --memory 20GB --tensor-parallel 2 --lengths 1k,8k --json plan.json",
+    ),
 )
 
 
@@ -50,28 +56,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help=f"a shipped config ({', '.join(known_models())}), a Hugging Face folder, or a path to a config.json",
+        help=f"Plan for this model: {', '.join(known_models())}, a Hugging Face folder, or a config.json.",
     )
     parser.add_argument(
-        "--deployment", metavar="NAME|FILE", help=f"TOML with defaults; shipped: {', '.join(known_deployments())}"
+        "--deployment",
+        metavar="NAME|FILE",
+        help="Take what is not given from a deployment, in TOML. Those of a name are "
+        f"{', '.join(known_deployments())}.",
     )
-    add_fields(parser, Deployment, *SETTINGS)
-    add_option(parser, "platform", shown="gpu")
-    add_option(parser, "max_num_seqs", shown=USUAL_RUNNING)
-    add_option(parser, "max_in_flight_tokens", shown=DEFAULT_MAX_IN_FLIGHT_TOKENS)
-    parser.add_argument(
+    cache = parser.add_argument_group("cache")
+    add_fields(cache, Deployment, *CACHE)
+    add_option(cache, "platform", shown="gpu")
+    add_fields(parser.add_argument_group("devices"), Deployment, *DEVICES)
+    requests = parser.add_argument_group("requests")
+    requests.add_argument(
         "--max-model-len",
         type=_length,
         metavar="N",
-        help="longest request (default: the model's); auto: the longest of at most that which fits in --memory",
+        help="Plan for requests of at most N tokens. auto takes the longest of the model's that fits in --memory."
+        f"{default_text(MODELS_OWN)}",
     )
-    add_load_arguments(parser, f"{USUAL_TOKENS:,}")
-    parser.add_argument(
-        "--trace", metavar="TRACE", help="balance several pools for these requests, as kvjax replay does"
+    add_option(requests, "max_num_seqs", shown=USUAL_RUNNING)
+    add_option(requests, "max_in_flight_tokens", shown=DEFAULT_MAX_IN_FLIGHT_TOKENS)
+    add_load_arguments(requests, f"{USUAL_TOKENS:,}")
+    trace = parser.add_argument_group("trace")
+    trace.add_argument(
+        "--trace",
+        type=input_file,
+        metavar="TRACE",
+        help="Balance several pools for the requests of this file, as kvjax replay does. - reads standard input.",
     )
-    add_reading_arguments(parser)
-    parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="request lengths to fit")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan as JSON")
+    add_reading_arguments(trace)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--lengths",
+        type=int_list,
+        metavar="N,N,...",
+        help=f"Say how many requests of N tokens fit.{default_text('powers of four')}",
+    )
+    output.add_argument("--json", type=output_file, metavar="FILE", help=f"Write the plan as JSON. {STANDARD}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import argparse
 import sys
 from dataclasses import replace
 
+from kvjax.cli.help_text import Example
 from kvjax.cli.options.replay import (
     add_cache_arguments,
     add_speed_arguments,
@@ -25,11 +26,33 @@ from kvjax.cli.replay.compare import add_compare_arguments, run_compare, wants_c
 from kvjax.cli.replay.plot import draw_replay, workload_name
 from kvjax.cli.replay.replicas import add_replica_arguments, run_replicas, wants_replicas
 from kvjax.cli.running.interrupts import INTERRUPTED, interruptible
-from kvjax.cli.running.output_files import output_file, plot_file, require_matplotlib, write_json, writing
+from kvjax.cli.running.output_files import (
+    PLOTS,
+    STANDARD,
+    input_file,
+    name_of,
+    named_file,
+    output_file,
+    plot_file,
+    require_matplotlib,
+    target_of,
+    write_json,
+    writing,
+)
 from kvjax.cli.running.progress import progress
 from kvjax.errors import ConfigError
 from kvjax.replay import ReplayConfig, result_json, result_text, run_replay, write_trace
 from kvjax.replay.bounds import bounds_json, bounds_text, find_bounds
+
+EXAMPLES = (
+    Example(
+        "Replay a generated chat in 2,000 blocks.", "kvjax replay --generate chat --num-requests 50 --num-blocks 2000"
+    ),
+    Example(
+        "Compare two routers over two replicas on a trace of your own.",
+        "kvjax replay trace.jsonl --memory 4GiB --replicas 2 --router round_robin --router prefix",
+    ),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,46 +61,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace",
         nargs="?",
         metavar="TRACE",
-        help="request lines, Azure's or BurstGPT's CSV, conversations, prompts or agents' sessions, also gzipped",
+        type=input_file,
+        help="Read request lines, Azure's or BurstGPT's CSV, conversations, prompts or agents' sessions, also gzipped. "
+        "- reads standard input.",
     )
-    parser.add_argument("--calls", metavar="FILE", help="recorded calls instead: make them again, compare answers")
+    parser.add_argument(
+        "--calls",
+        type=input_file,
+        metavar="FILE",
+        help="Make the calls that --record wrote again instead, and compare the answers. - reads standard input.",
+    )
     workload = parser.add_argument_group("workload")
     add_workload_arguments(workload)
-    workload.add_argument("--write", type=output_file, metavar="FILE", help="write the workload as a trace and stop")
+    workload.add_argument(
+        "--write", type=output_file, metavar="FILE", help=f"Write the requests as a trace, and stop. {STANDARD}"
+    )
     add_cache_arguments(parser.add_argument_group("cache"))
     add_tier_arguments(parser.add_argument_group("tiers beyond the cache"))
     add_replica_arguments(parser.add_argument_group("several replicas"))
     add_compare_arguments(parser.add_argument_group("many models and memory sizes"))
     batching = parser.add_argument_group("continuous batching in virtual time")
     batching.add_argument(
-        "--serial", action="store_true", help="instead: look up, allocate and free one request at a time"
+        "--serial", action="store_true", help="Look up, allocate and free one request at a time instead."
     )
     add_speed_arguments(batching)
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=output_file, metavar="FILE", help="write the result as JSON")
+    output.add_argument("--json", type=output_file, metavar="FILE", help=f"Write the result as JSON. {STANDARD}")
     output.add_argument(
         "--plot",
         type=plot_file,
         metavar="FILE",
-        help="draw hits, occupancy, queue and block lifetimes; of many models hits by memory or users (png, pdf, svg)",
+        help=f"Draw hits, occupancy, queue and block lifetimes; of many models hits by memory or users. {PLOTS}",
     )
-    output.add_argument("--record", type=output_file, metavar="FILE", help="write the manager's calls, for --calls")
+    output.add_argument("--record", type=named_file, metavar="FILE", help="Write the manager's calls, for --calls.")
     output.add_argument(
-        "--miss-reasons", action="store_true", help="say why prompt tokens missed; its time counts as the managers'"
+        "--miss-reasons", action="store_true", help="Say why prompt tokens missed. Its time counts as the managers'."
     )
     output.add_argument(
         "--remember-evicted",
         type=positive_int,
         default=ReplayConfig.max_evicted_blocks,
         metavar="N",
-        help=f"evicted blocks of a pool that --miss-reasons knows (default: {ReplayConfig.max_evicted_blocks:,})",
+        help="Let --miss-reasons know the last N blocks that a pool evicted.",
     )
     output.add_argument(
         "--bound",
         action="store_true",
-        help="also what the bytes would hit, exchanged freely, and by who knows the trace",
+        help="Say too what the bytes would hit if they were exchanged freely, and by who knows the trace.",
     )
-    output.add_argument("--no-progress", action="store_true", help="no progress bar (there is none off a terminal)")
+    output.add_argument("--no-progress", action="store_true", help="Show no progress bar, as off a terminal.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,8 +133,9 @@ def run(args: argparse.Namespace) -> int:
     source = _source(args, read_as)
     if args.write is not None:
         with writing(args.write):
-            write_trace(trace, args.write)
-        print(f"wrote {len(trace):,} requests, {sum(r.input_length for r in trace):,} prompt tokens, to {args.write}")
+            write_trace(trace, target_of(args.write))
+        num_tokens = sum(request.input_length for request in trace)
+        print(f"wrote {len(trace):,} requests, {num_tokens:,} prompt tokens, to {name_of(args.write)}")
         return 0
     if over_replicas:
         return run_replicas(args, trace, source)

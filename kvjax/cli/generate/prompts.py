@@ -5,7 +5,9 @@ Flow:    --prompt, --prompts FILE, kvjax.demo -> [read_prompts] -> named prompts
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cli.generate.token_text import token_id_text
+from kvjax.cli.running.output_files import STANDARD_INPUT, input_file
 from kvjax.demo import demo_requests
 from kvjax.engine.requests.engine_request import sample_ids
+
+Line = tuple[int, str]  # number from 1 and text, not blank
+GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,11 @@ class NamedPrompt:
     inputs: Path | None = None  # .npz of what it is given with
 
 
+def prompts_file(text: str) -> Path:
+    """An argument's path to prompts, or that of standard input."""
+    return Path(input_file(text))
+
+
 def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[NamedPrompt]:
     """The prompts of the command line and the file, or the demo's where neither is given.
 
@@ -39,7 +50,8 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[Named
         return [NamedPrompt(request.name, request.prompt) for request in demo_requests()]
     named = [NamedPrompt(f"prompt-{i}", text) for i, text in enumerate(prompts or (), start=1)]
     if file is not None:
-        named += _read_jsonl(file) if file.suffix == ".jsonl" else _read_lines(file)
+        lines = list(_lines(file))
+        named += _read_jsonl(file, lines) if _is_jsonl(file, lines) else _read_lines(lines)
     if not named:
         raise ValueError(f"expected at least one prompt in {file}, got none")
     _check_names(named, "prompts")
@@ -68,20 +80,27 @@ def _check_names(named: Sequence[NamedPrompt], what: str) -> None:
         raise ValueError(f"expected {what} of different names, got {', '.join(repeated)} more than once")
 
 
-def _read_lines(file: Path) -> list[NamedPrompt]:
-    """A prompt a line; empty lines are passed over."""
-    return [NamedPrompt(f"line-{number}", line) for number, line in _lines(file)]
+def _is_jsonl(file: Path, lines: Sequence[Line]) -> bool:
+    """By its name, but for standard input, which has none."""
+    if str(file) == STANDARD_INPUT:
+        return bool(lines) and lines[0][1].lstrip().startswith("{")
+    return file.name.removesuffix(".gz").endswith(".jsonl")
 
 
-def _read_jsonl(file: Path) -> list[NamedPrompt]:
+def _read_lines(lines: Sequence[Line]) -> list[NamedPrompt]:
+    """A prompt a line."""
+    return [NamedPrompt(f"line-{number}", line) for number, line in lines]
+
+
+def _read_jsonl(file: Path, lines: Sequence[Line]) -> list[NamedPrompt]:
     """A JSON string a line, or an object; for prompts of several lines, of token ids, or with further inputs."""
-    named = []
-    for number, line in _lines(file):
+    named, folder = [], Path() if str(file) == STANDARD_INPUT else file.parent
+    for number, line in lines:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}:{number}: expected JSON, got {error}") from error
-        prompt = _parse_prompt({"prompt": value} if isinstance(value, str) else value, f"line-{number}", file.parent)
+        prompt = _parse_prompt({"prompt": value} if isinstance(value, str) else value, f"line-{number}", folder)
         if prompt is None:
             raise ValueError(
                 f'{file}:{number}: expected a string, or an object with "prompt", "prompt_token_ids" or "messages" '
@@ -135,12 +154,15 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
+def _lines(file: Path) -> Iterator[Line]:
     """Lines that are not blank, with their numbers; only newlines end one, as in JSON lines."""
+    data = file.read_bytes()
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: expected UTF-8, got {error}") from error
-    for number, line in enumerate(text.split("\n"), start=1):
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: expected whole gzip data, got {error}; copy the file again") from error
+    for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), start=1):
         if line.strip():
             yield number, line

@@ -13,28 +13,34 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
+from kvjax.cli.help_text import default_text
 from kvjax.cli.options.types import (
     byte_size,
+    folder,
+    integer,
     interval,
     non_negative_float,
+    number,
     positive_float,
     positive_int,
 )
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.hashing.block_hash import ALGORITHMS
 from kvjax.planning.states.idle_states import IDLE_STATE_DTYPES
+from kvjax.planning.states.state_blocks import STATE_BLOCK_SIZE
 
 
 @dataclass(frozen=True)
 class Option:
     """How a command line says a field."""
 
-    help: str
+    help: str  # a sentence
     flag: str = ""  # empty: the field's name; "--no-..." makes the field False
     type: Callable[[str], Any] | None = None  # None: text, or a flag where the default is a bool
     metavar: str | None = None
     choices: Collection[str] | None = None
     unit: Fraction = Fraction(1)  # of the option, in the field's
+    otherwise: str = ""  # what holds where the field is None, in words
     is_either: bool = False  # --name or --no-name; neither leaves it to the command
 
 
@@ -42,84 +48,107 @@ GIGA, MICRO = Fraction(10**9), Fraction(1, 10**6)
 
 OPTIONS = {
     # The cache.
-    "block_size": Option("tokens a block (default: the model's)", type=positive_int),
-    "memory_bytes": Option("of the cache on one device, such as 56GiB or 80GB", "--memory", byte_size),
-    "num_blocks": Option("blocks of every pool, null block included", type=positive_int),
-    "dtype": Option("of the cache, such as bfloat16 or float8_e4m3fn (default: the model's)"),
-    "platform": Option("whose padding to count", choices=("cpu", "gpu", "tpu")),
-    "tensor_parallel": Option("devices that share the KV heads", type=positive_int),
-    "decode_context_parallel": Option(
-        "of the tensor-parallel devices with the same heads, those that share the tokens", type=positive_int
+    "block_size": Option("Cut the cache into blocks of N tokens.", type=positive_int, otherwise="the model's"),
+    "memory_bytes": Option(
+        "Give the cache BYTES of memory on each device, such as 56GiB or 80GB.", "--memory", byte_size
     ),
-    "prefill_context_parallel": Option("further devices that share the tokens", type=positive_int),
-    "data_parallel": Option("replicas, each with its own requests", type=positive_int),
-    "hybrid": Option("windowed layers keep every token and share the full layers' table", "--no-hybrid"),
+    "num_blocks": Option(
+        "Give every pool N blocks instead, the null block among them, which holds no tokens.", type=positive_int
+    ),
+    "dtype": Option("Store the cache in this dtype, such as bfloat16 or float8_e4m3fn.", otherwise="the model's"),
+    "platform": Option("Count the padding of this platform's memory.", choices=("cpu", "gpu", "tpu")),
+    "tensor_parallel": Option("Share the KV heads among N devices.", type=positive_int, otherwise="1"),
+    "decode_context_parallel": Option(
+        "Share the tokens among N of the tensor-parallel devices, which have the same heads then.",
+        type=positive_int,
+        otherwise="1",
+    ),
+    "prefill_context_parallel": Option(
+        "Take N times as many devices, which share the tokens.", type=positive_int, otherwise="1"
+    ),
+    "data_parallel": Option("Run N replicas, each with requests of its own.", type=positive_int, otherwise="1"),
+    "hybrid": Option("Let windowed layers keep every token, and share the full layers' table.", "--no-hybrid"),
     "one_memory": Option(
-        "kinds of layers whose pages differ in size share the memory, or have a part each (default: they share it, "
-        "where the policy allows it and nothing says how to split)",
+        "Let kinds of layers whose pages differ in size share the memory, or give each a part of its own.",
+        otherwise="they share it, where the policy allows it and nothing says how to split",
         is_either=True,
     ),
     "idle_state_dtype": Option(
-        "of recurrent states that are only cached, with a scale a head (default: as requests run on them)",
+        "Store recurrent states that are only cached in this dtype, with a scale for each head.",
         choices=IDLE_STATE_DTYPES,
+        otherwise="as requests run on them",
     ),
     "state_block_size": Option(
-        "recurrent states can be hit every N tokens, or at the next multiple of all other blocks; vLLM's rules have "
-        "blocks of their own",
+        "Let prefixes end at recurrent states every N tokens, or at the next multiple of all other blocks. Rules of "
+        "vLLM have blocks of their own.",
         type=positive_int,
-        metavar="N",
+        otherwise=str(STATE_BLOCK_SIZE),
     ),
     "ring_tokens": Option(
-        "pages of recurrent states keep what up to N tokens add to a state, so that most decoding steps write none and "
-        "drafts need no states of their own (default: every step writes its states)",
+        "Let pages of recurrent states keep what up to N tokens add to a state, so that most decoding steps write no "
+        "state and drafts need none of their own.",
         type=positive_int,
-        metavar="N",
+        otherwise="every step writes its states",
     ),
-    "hash_algorithm": Option("of block hashes", choices=ALGORITHMS),
-    "eviction_policy": Option("which free block to use next", "--policy", choices=EVICTION_POLICIES),
+    "hash_algorithm": Option("Hash blocks by this algorithm.", choices=ALGORITHMS),
+    "eviction_policy": Option("Choose the next free block by this policy.", "--policy", choices=EVICTION_POLICIES),
     "retention_interval": Option(
-        "keep windows, chunks and recurrent states where requests end or part, and every N tokens; 0: nowhere else, "
-        "auto: 512 or more, all: everywhere",
+        "Keep windows, chunks and recurrent states where requests end or part, and every N tokens besides. 0 keeps "
+        "them nowhere else, auto every 512 tokens or more, all everywhere.",
         type=interval,
         metavar="N",
     ),
-    "enable_prefix_caching": Option("compute every prompt from its start", "--no-prefix-caching"),
-    "sub_block_hits": Option("let a prefix hit end inside a block, whose page is then copied"),
+    "enable_prefix_caching": Option("Compute every prompt from its start.", "--no-prefix-caching"),
+    "sub_block_hits": Option("Let a prefix hit end inside a block, whose page is then copied."),
     # Steps.
-    "max_num_seqs": Option("requests that run at once", type=positive_int),
-    "max_num_batched_tokens": Option("tokens of a step", type=positive_int),
-    "max_in_flight_tokens": Option("most tokens that steps in flight add", type=positive_int),
-    "prefill_tokens_per_s": Option("tokens of prompts", type=non_negative_float),
-    "step_overhead_ms": Option("every step", type=non_negative_float),
-    "decode_base_ms": Option("a step that decodes: reading the weights once", type=non_negative_float),
-    "decode_us_per_request": Option("each decoding request", type=non_negative_float),
-    "decode_ns_per_kv_token": Option("each token that decoding requests attend to", type=non_negative_float),
-    "async_scheduling": Option("start a step before reading the last", "--async"),
-    # Tiers beyond the cache, and links between replicas.
-    "host_bytes": Option("for blocks that the cache evicts", "--host-memory", byte_size),
-    "disk_bytes": Option("most bytes of them on disk", "--disk-memory", byte_size),
-    "disk_folder": Option("folder for them, kept from run to run", "--disk-cache", str, "DIR"),
-    "write_through": Option("blocks go there once computed, not when evicted"),
-    "host_bytes_per_s": Option("of each direction", "--host-gb-per-s", positive_float, unit=GIGA),
-    "host_latency_s": Option("of a transfer", "--host-latency-us", non_negative_float, unit=MICRO),
-    "disk_bytes_per_s": Option("reading", "--disk-gb-per-s", positive_float, unit=GIGA),
-    "disk_latency_s": Option("of a read", "--disk-latency-us", non_negative_float, unit=MICRO),
-    "shares_disk": Option("one --disk-memory for all replicas, with its one bandwidth", "--shared-disk"),
-    "bytes_per_s": Option("of a device's link between replicas", "--transfer-gb-per-s", positive_float, unit=GIGA),
-    "latency_s": Option("of a transfer", "--transfer-latency-us", non_negative_float, unit=MICRO),
-    # Sampling.
-    "temperature": Option("0 is greedy", type=non_negative_float),
-    "top_p": Option("nucleus of this probability", type=float),
-    "top_k": Option("only so many best tokens; 0: all", type=int),
-    "min_p": Option("only tokens of at least so many times the best one's probability", type=float),
-    "presence_penalty": Option("taken from logits of tokens in the output", type=float),
-    "frequency_penalty": Option("taken as often as they are in the output", type=float),
-    "repetition_penalty": Option(
-        "divides positive logits of tokens in prompt or output, multiplies negative ones", type=float
+    "max_num_seqs": Option("Run at most N requests at once.", type=positive_int),
+    "max_num_batched_tokens": Option("Compute at most N tokens in a step.", type=positive_int),
+    "max_in_flight_tokens": Option("Expect steps in flight to add at most N tokens.", type=positive_int),
+    "prefill_tokens_per_s": Option("Compute X tokens of prompts in a second.", type=non_negative_float),
+    "step_overhead_ms": Option("Add X milliseconds to every step.", type=non_negative_float),
+    "decode_base_ms": Option(
+        "Add X milliseconds to a step that decodes, for reading the weights once.", type=non_negative_float
     ),
-    "ignore_eos": Option("go on after the model's end token"),
+    "decode_us_per_request": Option("Add X microseconds for each request that decodes.", type=non_negative_float),
+    "decode_ns_per_kv_token": Option(
+        "Add X nanoseconds for each token that decoding requests attend to.", type=non_negative_float
+    ),
+    "async_scheduling": Option("Start a step before the last one is read.", "--async"),
+    # Tiers beyond the cache, and links between replicas.
+    "host_bytes": Option("Keep blocks that the cache evicts in BYTES of host memory.", "--host-memory", byte_size),
+    "disk_bytes": Option("Keep at most BYTES of evicted blocks on disk.", "--disk-memory", byte_size),
+    "disk_folder": Option("Keep evicted blocks in this folder, from run to run.", "--disk-cache", folder, "DIR"),
+    "write_through": Option("Write blocks to the tiers once they are computed, not when they are evicted."),
+    "host_bytes_per_s": Option(
+        "Copy X GB a second to host memory, and as much from it.", "--host-gb-per-s", positive_float, unit=GIGA
+    ),
+    "host_latency_s": Option(
+        "Add X microseconds to each such copy.", "--host-latency-us", non_negative_float, unit=MICRO
+    ),
+    "disk_bytes_per_s": Option("Read X GB a second from disk.", "--disk-gb-per-s", positive_float, unit=GIGA),
+    "disk_latency_s": Option(
+        "Add X microseconds to each read from disk.", "--disk-latency-us", non_negative_float, unit=MICRO
+    ),
+    "shares_disk": Option("Let all replicas share one --disk-memory and its one bandwidth.", "--shared-disk"),
+    "bytes_per_s": Option(
+        "Send X GB a second over a device's link between replicas.", "--transfer-gb-per-s", positive_float, unit=GIGA
+    ),
+    "latency_s": Option(
+        "Add X microseconds to each transfer between replicas.", "--transfer-latency-us", non_negative_float, unit=MICRO
+    ),
+    # Sampling.
+    "temperature": Option("Divide logits by X before a token is drawn. 0 takes the best one.", type=non_negative_float),
+    "top_p": Option("Draw from the likeliest tokens whose probabilities add up to X.", type=number),
+    "top_k": Option("Draw from the N likeliest tokens. 0 draws from all.", type=integer),
+    "min_p": Option("Draw from tokens of at least X times the likeliest one's probability.", type=number),
+    "presence_penalty": Option("Take X from the logits of tokens in the output.", type=number),
+    "frequency_penalty": Option("Take X from a token's logit as often as it is in the output.", type=number),
+    "repetition_penalty": Option(
+        "Divide positive logits of tokens in prompt or output by X, and multiply negative ones.", type=number
+    ),
+    "ignore_eos": Option("Go on after the model's end token."),
 }
-METAVARS: dict[Any, str] = {positive_int: "N", int: "N", byte_size: "BYTES"}
+METAVARS: dict[Any, str] = {positive_int: "N", integer: "N", byte_size: "BYTES"}
 
 
 def flag_of(name: str) -> str:
@@ -134,13 +163,15 @@ def add_option(
     """The option of `OPTIONS` for a field, with `changes`; `shown` is what its help says is the default."""
     option, flag = replace(OPTIONS[name], **changes), flag_of(name)
     if option.is_either:
-        group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=default, help=option.help)
+        action = argparse.BooleanOptionalAction
+        group.add_argument(
+            flag, dest=name, action=action, default=default, help=option.help + _default_of(None, option)
+        )
         return
     if flag.startswith("--no-") or isinstance(shown, bool):
-        action = "store_false" if flag.startswith("--no-") else "store_true"
-        group.add_argument(flag, dest=name, action=action, default=default, help=option.help)
+        store = "store_false" if flag.startswith("--no-") else "store_true"
+        group.add_argument(flag, dest=name, action=store, default=default, help=option.help)
         return
-    told = "" if shown is None or (shown == 0 and option.type is byte_size) else f" (default: {_text(shown, option)})"
     group.add_argument(
         flag,
         dest=name,
@@ -148,7 +179,7 @@ def add_option(
         choices=option.choices,
         metavar=option.metavar or (None if option.choices or option.type is None else METAVARS.get(option.type, "X")),
         default=default,
-        help=option.help + told,
+        help=option.help + _default_of(shown, option),
     )
 
 
@@ -166,8 +197,11 @@ def read_fields(args: argparse.Namespace, of: type, *names: str) -> dict[str, An
     return {name: getattr(args, name) for name in own if name in args}
 
 
-def _text(value: Any, option: Option) -> str:
-    return value if isinstance(value, str) else f"{float(Fraction(value) / option.unit):,g}"
+def _default_of(value: Any, option: Option) -> str:
+    """The end of a help text: the default in the option's unit, or in words; nothing where there is none."""
+    if value is None or (value == 0 and option.type is byte_size):
+        return default_text(option.otherwise) if option.otherwise else ""
+    return default_text(value if isinstance(value, str) else float(Fraction(value) / option.unit))
 
 
 def _reader(option: Option) -> Callable[[str], Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from kvjax.cli.help_text import default_text
 from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.cli.options.rules import add_rules_argument, release_of
-from kvjax.cli.options.types import positive_int
+from kvjax.cli.options.types import integer, positive_int
 from kvjax.configs import known_models, load_model_config
 from kvjax.core import KVCacheSpec
 from kvjax.errors import ConfigError
@@ -51,40 +52,46 @@ TIERS = (
 
 def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
     """Which requests."""
-    group.add_argument("--generate", choices=WORKLOADS, metavar="KIND", help=f"no trace but {', '.join(WORKLOADS)}")
+    group.add_argument("--generate", choices=WORKLOADS, metavar="KIND", help="Generate requests of this kind.")
     group.add_argument(
         "--num-requests",
         type=positive_int,
         metavar="N",
-        help=f"how many to generate (default: {DEFAULT_NUM_REQUESTS:,}) or to read (default: all)",
+        help=f"Generate N requests, or read the first N of a trace. [default: {DEFAULT_NUM_REQUESTS:,}, or the whole "
+        "trace]",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the generated workload (default: 0)")
+    group.add_argument("--seed", type=integer, default=0, metavar="N", help="Generate requests from this seed.")
     add_reading_arguments(group)
 
 
 def add_reading_arguments(group: argparse._ActionsContainer) -> None:
     """What a trace file may not say itself, for `reading_of`."""
     group.add_argument(
-        "--hash-block-size", type=positive_int, metavar="N", help="tokens of a trace's hash id (default: what fits)"
+        "--hash-block-size",
+        type=positive_int,
+        metavar="N",
+        help=f"Let each hash id of a trace stand for N tokens.{default_text('what fits')}",
     )
     group.add_argument(
-        "--time-unit", choices=UNITS, help="of a trace's timestamps (default: s if any has a fraction, else ms)"
+        "--time-unit",
+        choices=UNITS,
+        help=f"Read a trace's timestamps in this unit.{default_text('s if any has a fraction, else ms')}",
     )
     group.add_argument(
         "--whole-blocks",
         action="store_true",
-        help="cut prompts to whole hash blocks and a token of their own: what a trace says is shared, no more",
+        help="Cut prompts to whole hash blocks and a token of their own, so that they share what the trace says alone.",
     )
     group.add_argument(
         "--users",
         type=positive_int,
         metavar="N",
-        help=f"sessions at once, of a trace of sessions (default: {DEFAULT_USERS})",
+        help=f"Run N sessions at once, of a trace of sessions.{default_text(DEFAULT_USERS)}",
     )
     group.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help="its tokenizer.json cuts a trace's texts (default: 4 bytes a token)",
+        help=f"Cut a trace's texts by the tokenizer.json of this folder.{default_text('4 bytes a token')}",
     )
 
 
@@ -110,12 +117,12 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         default=DEFAULT_MODEL,
-        help=f"{', '.join(known_models())}, a Hugging Face folder, or a config.json (default: {DEFAULT_MODEL})",
+        help=f"Take the cache of this model: {', '.join(known_models())}, a Hugging Face folder, or a config.json.",
     )
     add_option(group, "block_size", default=None)
     size = group.add_mutually_exclusive_group()
-    add_option(size, "memory_bytes", help="of the cache on one device (default: 52GiB)")
-    add_option(size, "num_blocks", help="usable blocks, the null block not counted")
+    add_option(size, "memory_bytes", otherwise="52GiB")
+    add_option(size, "num_blocks")
     add_load_arguments(group, "what the trace says")
     add_option(group, "dtype", default=None)
     add_option(group, "idle_state_dtype", default=None)
@@ -126,7 +133,7 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         "eviction_policy",
         shown=ReplayConfig.eviction_policy,
         choices=REPLAY_POLICIES,
-        help="which free block to use next; belady looks ahead in the trace, a bound for --serial",
+        help="Choose the next free block by this policy. belady looks ahead in the trace, a bound for --serial.",
     )
     add_fields(group, ReplayConfig, "retention_interval")
     add_rules_argument(group, CACHING_RULES)
@@ -173,10 +180,14 @@ def add_load_arguments(group: argparse._ActionsContainer, default: str) -> None:
         "--tokens-per-checkpoint",
         type=positive_int,
         metavar="N",
-        help=f"balance several pools to keep a state, or the end of a window, for every N tokens (default: {default})",
+        help="Balance several pools to keep a state, or the end of a window, for every N tokens."
+        f"{default_text(default)}",
     )
     load.add_argument(
-        "--request-len", type=positive_int, metavar="N", help="balance them to run most requests of N tokens at once"
+        "--request-len",
+        type=positive_int,
+        metavar="N",
+        help="Balance several pools to run most requests of N tokens at once instead.",
     )
 
 

@@ -20,7 +20,7 @@ def add_rules_argument(group: argparse._ActionsContainer, instead_of: Collection
     group.add_argument(
         "--rules",
         choices=[PREFIX + release for release in RELEASES],
-        help=f"all that a release of vLLM caches and evicts, in place of {', '.join(map(flag_of, instead_of))}",
+        help=f"Cache and evict as this release of vLLM does, in place of {', '.join(map(flag_of, instead_of))}.",
     )
 
 

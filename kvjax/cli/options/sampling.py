@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from kvjax.cli.options.fields import add_fields, read_fields
+from kvjax.cli.options.types import integer
 from kvjax.engine import SamplingParams
 
 NAMES = (
@@ -25,9 +26,13 @@ NAMES = (
 def add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
     """`--temperature` and the like, penalties, `--stop`, `--ignore-eos`."""
     add_fields(group, SamplingParams, *NAMES, temperature=0.0)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random draws (0)")
+    group.add_argument("--seed", type=integer, default=0, metavar="N", help="Begin all random draws from this seed.")
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="End before this text. It may be given several times.",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvjax.cli.help_text import default_text
 from kvjax.cli.options.types import positive_int
 from kvjax.engine import SpeculativeConfig
 from kvjax.engine.scheduling.speculation import Method
@@ -21,13 +22,16 @@ def add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--speculative",
         choices=METHODS,
-        help="draft tokens and verify them in one step: from the request's own text, or by a smaller model",
+        help="Draft tokens, from the request's own text or by a smaller model, and verify them in one step.",
     )
     group.add_argument(
-        "--num-drafts", type=positive_int, metavar="K", help=f"drafts of a request in a step ({DEFAULT_NUM_DRAFTS})"
+        "--num-drafts",
+        type=positive_int,
+        metavar="N",
+        help=f"Draft N tokens of a request in a step.{default_text(DEFAULT_NUM_DRAFTS)}",
     )
     group.add_argument(
-        "--draft-model", type=Path, metavar="DIR", help="folder of the smaller model, of the same vocabulary"
+        "--draft-model", type=Path, metavar="DIR", help="Draft by the model of this folder, of the same vocabulary."
     )
 
 

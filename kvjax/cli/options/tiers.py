@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli.help_text import default_text
 from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.shared.config import SharedTierConfig
@@ -20,15 +21,21 @@ DEFAULT_DISK_BYTES = 1 << 30
 def add_tier_arguments(group: argparse._ArgumentGroup) -> None:
     """`--host-memory`, `--disk-cache`, `--disk-memory`, `--shared-cache`, `--shared-prefix`, `--shared-secret`."""
     add_fields(group, TierConfig, "host_bytes", "disk_folder")
-    add_option(group, "disk_bytes", help="most bytes of the folder (default: 1GiB)")
+    add_option(group, "disk_bytes", help="Keep at most BYTES in that folder.", otherwise="1GiB")
     group.add_argument(
         "--shared-cache",
         metavar="URL",
-        help="store that replicas share, such as redis://host or s3://bucket; @FILE: the URL is in a file, which other "
-        "users of the machine cannot see",
+        help="Keep blocks in a store that replicas share too, such as redis://host or s3://bucket. @FILE reads the URL "
+        "from a file, which other users of the machine cannot see.",
     )
-    group.add_argument("--shared-prefix", metavar="TEXT", help="of all keys there, one for each tenant (kvjax)")
-    group.add_argument("--shared-secret", type=Path, metavar="FILE", help="encrypt what is kept there, by this secret")
+    group.add_argument(
+        "--shared-prefix",
+        metavar="TEXT",
+        help=f"Begin all keys there with this text, one for each tenant.{default_text('kvjax')}",
+    )
+    group.add_argument(
+        "--shared-secret", type=Path, metavar="FILE", help="Encrypt what is kept there by the secret in this file."
+    )
 
 
 def read_tiers(args: argparse.Namespace) -> TierConfig | None:

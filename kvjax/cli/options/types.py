@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from math import isfinite
 from typing import TypeVar
 
 from kvjax.core.options.manager_options import AUTO
@@ -22,6 +24,11 @@ def non_negative_int(text: str) -> int:
     return _checked(text, lambda: parse_count(text), lambda value: value >= 0, "an integer >= 0")
 
 
+def integer(text: str) -> int:
+    """Any integer."""
+    return _checked(text, lambda: int(text), lambda value: True, "an integer")
+
+
 def interval(text: str) -> int | str | None:
     """`auto`, an integer >= 0, or `all`: None."""
     if text == "all":
@@ -37,6 +44,18 @@ def positive_float(text: str) -> float:
 def non_negative_float(text: str) -> float:
     """A finite number >= 0."""
     return _checked(text, lambda: float(text), lambda value: 0 <= value < float("inf"), "a number >= 0")
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    return _checked(text, lambda: float(text), isfinite, "a number")
+
+
+def folder(text: str) -> str:
+    """A path to a folder, which may be made yet."""
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"expected a folder, got the file {text!r}")
+    return text
 
 
 def byte_size(text: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.running.output_files import write_json
+from kvjax.cli.running.output_files import STANDARD_OUTPUT, write_json
 
 
 @dataclass
@@ -40,13 +40,18 @@ class Cell:
 
 
 class Cells:
-    """All cells of a table, in a file if there is one; those of a file of the same settings are taken from it."""
+    """All cells of a table, in a file if there is one; those of a file of the same settings are taken from it.
+
+    Standard output gets the last state alone.
+    """
 
     def __init__(
         self, keys: Iterable[tuple[str, int, int | None]], settings: dict[str, Any], path: Path | None
     ) -> None:
-        self.path, self._settings = path, settings
-        known = {} if path is None else {cell.key: cell for cell in _known_cells(path, settings)}
+        self._path, self._settings = path, settings
+        known = (
+            {} if path is None or path == STANDARD_OUTPUT else {cell.key: cell for cell in _known_cells(path, settings)}
+        )
         self.cells = [known.get(key) or Cell(*key) for key in keys]
 
     def of_users(self, users: int | None) -> list[Cell]:
@@ -58,11 +63,11 @@ class Cells:
         cell.hit_tokens |= hit_tokens
         self.write()
 
-    def write(self) -> None:
+    def write(self, *, is_last: bool = False) -> None:
         """Writes the file."""
-        if self.path is not None:
+        if self._path is not None and (is_last or self._path != STANDARD_OUTPUT):
             data = {"settings": self._settings, "cells": [vars(cell) for cell in self.cells]}
-            write_json(self.path, data)
+            write_json(self._path, data)
 
 
 def _known_cells(path: Path, settings: dict[str, Any]) -> Iterator[Cell]:

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import kvjax
+from kvjax.cli.help_text import default_text
 from kvjax.cli.options.replay import config_of, specs_of, trace_of
 from kvjax.cli.options.types import byte_size, int_list
 from kvjax.cli.pictures.figures import save_figure
@@ -55,23 +56,26 @@ def add_compare_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--compare-defaults",
         metavar="MODEL,MODEL",
-        help="instead: a table of what defaults (but for other options that are given) hit for each model, one prompt "
-        "at a time and, without --serial, in batches",
+        help="Print a table instead of what each model hits by default, but for other options that are given: one "
+        "prompt at a time and, without --serial, in batches.",
     )
     group.add_argument(
-        "--memory-sizes", type=_sizes, metavar="BYTES,BYTES", help=f"of one device (default: {DEFAULT_SIZES})"
+        "--memory-sizes",
+        type=_sizes,
+        metavar="BYTES,BYTES",
+        help=f"Give one device each of these sizes of memory.{default_text(DEFAULT_SIZES)}",
     )
     group.add_argument(
         "--user-counts",
         type=int_list,
         metavar="N,N",
-        help="and for each of these numbers of users at once, of a trace of sessions (default: as --users says)",
+        help=f"Run each of these numbers of users at once, of a trace of sessions.{default_text('as --users says')}",
     )
     group.add_argument(
         "--beside",
         metavar="COMMAND",
-        help="and what another manager hits: it is called with a trace, --models, --memory and --json "
-        "(scripts/vllm_replay.py)",
+        help="Add what another manager hits, as scripts/vllm_replay.py does. COMMAND is called with a trace, --models, "
+        "--memory and --json.",
     )
 
 
@@ -111,6 +115,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if not is_complete:
         num_done = sum(cell.error is not None or _has_bounds(cell) for cell in table.cells)
         print(f"interrupted after {num_done} of {count_of(len(table.cells), 'cell')}; until then:")
+    table.write(is_last=True)
     print(_table_text(table.cells))
     if args.plot is not None:
         from kvjax.cli.replay.compare_plot import draw_comparison

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvjax.cli.help_text import default_text
 from kvjax.cli.options.fields import add_fields, flag_of, read_fields
 from kvjax.cli.options.replay import config_of, tiers_of
 from kvjax.cli.options.types import positive_int
@@ -40,18 +41,23 @@ OF_ONE_REPLICA = ("serial", "plot", "record", "miss_reasons", "bound", "compare_
 
 def add_replica_arguments(group: argparse._ArgumentGroup) -> None:
     """How many replicas, what each does, and what is between them."""
-    group.add_argument("--replicas", type=positive_int, metavar="N", help="mixed ones, each with a cache of its own")
+    group.add_argument("--replicas", type=positive_int, metavar="N", help="Run N replicas, each with a cache.")
     group.add_argument(
-        "--prefill-replicas", type=positive_int, metavar="P", help="compute prompts and first tokens, beside ..."
+        "--prefill-replicas",
+        type=positive_int,
+        metavar="P",
+        help="Let P replicas compute prompts and first tokens, beside --decode-replicas. P + D replicas that do both "
+        "are shown too.",
     )
     group.add_argument(
-        "--decode-replicas", type=positive_int, metavar="D", help="... those that make the rest; P + D mixed ones too"
+        "--decode-replicas", type=positive_int, metavar="D", help="Let D replicas make the tokens after the first."
     )
     group.add_argument(
         "--router",
         choices=ROUTERS,
         action="append",
-        help=f"of each side; of mixed replicas several, one after the other (default: {DEFAULT_ROUTER})",
+        help="Send requests to replicas by this router. Without --prefill-replicas it may be given several times, and "
+        f"each is replayed.{default_text(DEFAULT_ROUTER)}",
     )
     add_fields(group, ReplayTierConfig, "shares_disk")
     add_fields(group, TransferConfig)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any, TextIO
 
-from kvjax.cli.running.output_files import writing
+from kvjax.cli.running.output_files import STANDARD_OUTPUT, writing
 
 
 class StandardOutput:
@@ -36,7 +36,7 @@ class StandardOutput:
 
     def _done(self, call: Any, *args: Any) -> Any:
         try:
-            with writing("standard output"):
+            with writing(STANDARD_OUTPUT):
                 return call(*args)
         except BrokenPipeError:
             if not self._goes_on:

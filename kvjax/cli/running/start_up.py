@@ -6,9 +6,7 @@ Flow:    arguments -> [start_jax] -> jax's configuration
 from __future__ import annotations
 
 import argparse
-import os
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax.cli.options.types import positive_int
@@ -20,13 +18,11 @@ if TYPE_CHECKING:
 
 def add_start_arguments(group: argparse._ArgumentGroup) -> None:
     """`--devices` and `--no-compilation-cache`, for `start_jax`."""
-    group.add_argument(
-        "--devices", type=positive_int, default=1, metavar="N", help="split the heads over N devices (1)"
-    )
+    group.add_argument("--devices", type=positive_int, default=1, metavar="N", help="Split the heads over N devices.")
     group.add_argument(
         "--no-compilation-cache",
         action="store_true",
-        help="keep no compiled steps in ~/.cache/kvjax for the next run (as does JAX_ENABLE_COMPILATION_CACHE=false)",
+        help="Keep no compiled steps in ~/.cache/kvjax for the next run, as does JAX_ENABLE_COMPILATION_CACHE=false.",
     )
 
 
@@ -43,6 +39,8 @@ def start_jax(num_devices: int, *, keep_compiled: bool) -> Mesh | None:
     from kvjax.device import Placement
 
     if keep_compiled:
+        from kvjax.device.programs.compilation_cache import use_compilation_cache
+
         use_compilation_cache()
     if num_devices > 1:
         with suppress(RuntimeError):  # jax runs already: its devices are what they are
@@ -67,20 +65,3 @@ def check_platform() -> None:
             f"expected JAX_PLATFORMS of a platform that jax can run on here, got {jax.config.jax_platforms!r}; install "
             "jax for it, such as pip install 'kvjax[cuda]', or set JAX_PLATFORMS=cpu"
         ) from error
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled steps in the user's cache folder, unless jax has a place for them or there is no such folder.
-
-    Every program is kept, however fast it compiled, unless jax is told otherwise: a command has many small ones.
-    """
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax" / "jax"
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

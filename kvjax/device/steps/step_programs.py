@@ -24,6 +24,7 @@ from kvjax.device.inputs.packed_inputs import PackedInputs, Shapes, shapes_of
 from kvjax.device.mesh.placement import Placement
 from kvjax.device.mesh.transfers import hands_over
 from kvjax.device.pages.kv_pages import KVPages, page_shardings
+from kvjax.device.programs.compile_log import log_compiling
 from kvjax.device.programs.step_chain import StepChain
 from kvjax.device.programs.step_cuts import cut_step
 
@@ -73,7 +74,7 @@ class StepPrograms:
     ) -> tuple[KVPages, Any]:
         """Dispatches a step. `pages` is donated; what of batch and sampling can be written is copied."""
         leaves, shapes = shapes_of((batch, sampling))
-        program = self._program(shapes)
+        program = self._program(shapes, batch)
         packed = program.inputs.pack(leaves)
         page_arrays, rest = program.run(weights, jax.tree.leaves(pages), *packed, previous, embeds, sampler_state)
         return jax.tree.unflatten(self._page_tree, page_arrays), rest
@@ -90,15 +91,16 @@ class StepPrograms:
     ) -> tuple[jax.stages.Compiled, ...]:
         """The compiled modules of a step like this one; arrays on devices may be ShapeDtypeStructs. Runs nothing."""
         leaves, shapes = shapes_of((batch, sampling))
-        program = self._program(shapes)
+        program = self._program(shapes, batch)
         packed = program.inputs.pack(leaves)
         return program.compiled(weights, jax.tree.leaves(pages), *packed, previous, embeds, sampler_state)
 
-    def _program(self, shapes: Shapes) -> _Program:
+    def _program(self, shapes: Shapes, batch: DeviceBatch) -> _Program:
         found = self.by_shapes.get(shapes)
         if found is None:
             inputs = PackedInputs(shapes)
             found = _Program(
+                f"a step of {batch.token_ids.shape[-1]} tokens and {batch.query_start_loc.shape[-1] - 1} requests",
                 self._traced(inputs, may_narrow=True),
                 self._traced(inputs, may_narrow=False) if self._may_cut else None,
                 inputs,
@@ -136,6 +138,7 @@ class _Program:
 
     def __init__(
         self,
+        name: str,
         step: Callable[..., Any],
         step_alike: Callable[..., Any] | None,  # the step to be cut, in which the last layer is like others; None: none
         inputs: PackedInputs,
@@ -144,6 +147,7 @@ class _Program:
         compiler_options: dict[str, Any] | None,
     ) -> None:
         self.inputs = inputs
+        self._name = name
         self._compiler_options = compiler_options
         self._page_shardings = page_shardings
         self._replicated = replicated
@@ -171,9 +175,10 @@ class _Program:
         return (self._whole.lower(*arguments).compile(),) if chain is None else chain.compiled(arguments)
 
     def _first_run(self, *arguments: Any) -> Any:
-        self._chain = self._cut(arguments)
-        self.run = self._whole if self._chain is None else self._chain
-        return self.run(*arguments)
+        with log_compiling(self._name):
+            self._chain = self._cut(arguments)
+            self.run = self._whole if self._chain is None else self._chain
+            return self.run(*arguments)
 
     def _cut(self, arguments: Sequence[Any]) -> StepChain | None:
         if self._alike is None:

@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.engine.front.async_admission import Admission
 from kvjax.engine.front.async_mailbox import Mailbox, RequestOutput
 from kvjax.engine.front.process_front import ProcessFront
 from kvjax.engine.requests.engine_request import sample_ids
 from kvjax.engine.requests.outputs import FinishReason, GenerationResult, TokenOutput
+from kvjax.engine.requests.request_inputs import as_priority
 from kvjax.engine.requests.sampling_params import SamplingParams
 from kvjax.errors import StepFailedError
 
@@ -34,15 +36,24 @@ from kvjax.errors import StepFailedError
 class AsyncProcessFront:
     """Readers of one front's requests, of any event loops; each encodes its prompt in its own."""
 
-    def __init__(self, front: ProcessFront) -> None:
+    def __init__(self, front: ProcessFront, *, max_requests: int | None = None) -> None:
         """Over the front of process 0, which something else serves and closes.
 
+        Args:
+            front: whose requests these are.
+            max_requests: samples that may be in the front, waiting or running; None: 16 times the engine's
+                `max_num_seqs`. Further callers wait, the most urgent first.
+
         Raises:
-            ValueError: it is that of another process.
+            ValueError: it is that of another process, or `max_requests` is below 1.
         """
         if not front.takes_requests:
             raise ValueError("expected the front of process 0, got one of another process, which only serves")
+        max_requests = 16 * front.engine.config.max_num_seqs if max_requests is None else max_requests
+        if max_requests < 1:
+            raise ValueError(f"expected max_requests >= 1, got {max_requests}")
         self._front = front
+        self._admission = Admission(max_requests)
         self._lock = threading.Lock()  # of all mailboxes
 
     def generate(
@@ -53,7 +64,7 @@ class AsyncProcessFront:
         `arguments` are those of `ProcessFront.submit`. The prompt is submitted once the first output is asked for.
 
         Raises:
-            ValueError: `submit` or the engine refuses the prompt.
+            ValueError: `submit` or the engine refuses the prompt, or there are more samples than `max_requests`.
             StepFailedError: the request's own tokenizer failed, or its logits were no numbers.
             EngineClosedError: the front is closed, or ended before the request did.
             PeerLostError: a process is gone. The request is owed.
@@ -71,11 +82,16 @@ class AsyncProcessFront:
     async def _outputs(
         self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams, arguments: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput]:
+        await self._admission.enter(params.n, as_priority(arguments.get("priority", 0)))
         mailbox = Mailbox(params.n, self._lock)
         first = arguments.pop("request_id", None) or secrets.token_hex(8)
         mailbox.request_ids = sample_ids(first, params.n)
         put = partial(self._put, mailbox, {name: i for i, name in enumerate(mailbox.request_ids)})
-        futures = self._front.submit(prompt, params, request_id=first, on_output=put, **arguments)
+        try:
+            futures = self._front.submit(prompt, params, request_id=first, on_output=put, **arguments)
+        except BaseException:
+            self._admission.leave(params.n)
+            raise
         for sample, future in enumerate(futures):
             future.add_done_callback(partial(self._end, mailbox, sample))
         try:
@@ -97,6 +113,7 @@ class AsyncProcessFront:
 
     def _end(self, mailbox: Mailbox, sample: int, future: Future[GenerationResult]) -> None:
         """A sample has ended: with its last token, which is there already, or by itself."""
+        self._admission.leave()
         error = future.exception()
         with self._lock:
             if error is not None:

@@ -26,6 +26,7 @@ from kvjax.core import BlockHasher, KVCacheManager
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
 from kvjax.device.mesh.processes import ProcessBoard, spans_processes
+from kvjax.device.programs.compilation_cache import use_compilation_cache
 from kvjax.device.steps.update_step import SampleFn
 from kvjax.engine.drafts.draft_model import DraftModel, check_speculation
 from kvjax.engine.drafts.prompt_lookup import PromptLookup
@@ -105,8 +106,8 @@ class LLMEngine(EngineLifeCycle):
 
         Raises:
             ValueError: the model allows fewer tokens than `max_model_len`, `like` does not fit, a draft model is
-                missing, not asked for, or of another vocabulary, the connector is of another mesh, or processes that
-                share the mesh have other settings.
+                missing, not asked for, or of another vocabulary, the connector is of another mesh, processes that
+                share the mesh have other settings, or the process keeps compiled programs in another folder.
             NotImplementedError: the draft model has recurrent states or reads an encoder, or a kind of layer or input
                 does not work on the mesh (docs/parallelism.md).
             MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
@@ -116,6 +117,8 @@ class LLMEngine(EngineLifeCycle):
                 f"expected max_model_len of at most {model.config.max_model_len} (the model's), "
                 f"got {config.max_model_len}"
             )
+        if config.compilation_cache:
+            use_compilation_cache(None if config.compilation_cache is True else config.compilation_cache)
         model = model.for_length(config.max_model_len)
         draft_model = None if draft_model is None else draft_model.for_length(config.max_model_len)
         check_speculation(model.config, config.speculative, None if draft_model is None else draft_model.config)

@@ -111,7 +111,7 @@ class Agreement:
 def settings_of(config: EngineConfig, model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     """What all processes of an engine must have alike."""
     return {
-        **{field.name: getattr(config, field.name) for field in fields(config)},
+        **{field.name: getattr(config, field.name) for field in fields(config) if field.name != "compilation_cache"},
         "model": model,
         "mesh": (dict(mesh.shape), [device.id for device in mesh.devices.flat]),
         "jax": jax.__version__,

@@ -66,6 +66,8 @@ class EngineConfig:
         tiers: keep cached blocks that the pools have no room for in host memory and on disk.
         compiler_options: XLA's options by name for the programs of steps. An unknown one raises when the first step is
             compiled.
+        compilation_cache: a folder that keeps compiled programs for later processes, or True: the user's, as commands
+            do, or where jax keeps them. A process has one such folder. Who may write there may run code here.
         steps_between_checks: processes that share a mesh compare their plans every so many steps.
         process_timeout_s: how long they wait for the slowest then; one may compile while another waits.
 
@@ -103,6 +105,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     tiers: TierConfig | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = field(default=None, hash=False)
+    compilation_cache: bool | str = False
     steps_between_checks: int = 16
     process_timeout_s: float = 600.0
 

@@ -6,6 +6,8 @@ Flow:    EngineCore -> [EngineObserver] -> StepLog, kvjax.metrics.EngineMetrics
     WARNING   requests were preempted; the engine restarted after an exception
     DEBUG     each step, each request that ended
 
+The logger `kvjax.device` says at INFO that a step is compiled, for how long, and what the compilation cache gave.
+
 The library adds no handler. `logging.basicConfig(level=logging.INFO)` shows what an application wants to see.
 """
 

@@ -26,7 +26,7 @@ def fleet_json(result: FleetResult) -> dict[str, Any]:
     values = {
         "router": result.router,
         "replicas": len(recorders),
-        "num_blocks": [pool.num_blocks - 1 for pool in result.plan.pools],
+        "num_blocks": [pool.num_blocks for pool in result.plan.pools],
         "block_size": result.config.block_size,
         "interrupted": not result.is_complete,
         "trace_requests": result.num_requests,
@@ -119,7 +119,7 @@ def fleet_text(results: Sequence[FleetResult]) -> str:
 def replica_lines(result: FleetResult) -> list[str]:
     """What each replica is."""
     config = result.config
-    blocks = " + ".join(f"{pool.num_blocks - 1:,}" for pool in result.plan.pools)
+    blocks = " + ".join(f"{pool.num_blocks:,}" for pool in result.plan.pools)
     lines = [
         f"each replica: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
         f"{config.manager_options.eviction_policy} eviction",

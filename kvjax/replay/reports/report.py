@@ -27,7 +27,7 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
     values: dict[str, Any] = {
         "mode": "serial" if config.serial else "batched",
         "block_size": config.block_size,
-        "num_blocks": [pool.num_blocks - 1 for pool in result.plan.pools],
+        "num_blocks": [pool.num_blocks for pool in result.plan.pools],
         "memory_bytes": result.plan.used_bytes,
         "load": vars(result.plan.load),
         "max_model_len": result.plan.max_model_len,
@@ -89,7 +89,7 @@ def result_text(result: ReplayResult) -> str:
 
 def _what(result: ReplayResult) -> str:
     recorder, config, options = result.recorder, result.config, result.config.manager_options
-    blocks = " + ".join(f"{pool.num_blocks - 1:,}" for pool in result.plan.pools)
+    blocks = " + ".join(f"{pool.num_blocks:,}" for pool in result.plan.pools)
     mode = "one at a time" if config.serial else "continuous batching in virtual time"
     lines = [
         f"{count_of(recorder.requests, 'request')}, {mode}; {recorder.prompt_tokens:,} prompt tokens"

@@ -61,8 +61,8 @@ def cut_tails(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     ]
 
 
-def write_trace(requests: Sequence[TraceRequest], path: str | Path) -> None:
-    """Writes a trace that `read_trace` reads back equal."""
+def write_trace(requests: Sequence[TraceRequest], path: str | Path | int) -> None:
+    """Writes a trace that `read_trace` reads back equal; a descriptor in place of a path is closed then."""
     has_size = any(request.hash_block_size != TRACE_BLOCK_SIZE for request in requests)
     has_waits = any(request.after >= 0 for request in requests)
     with open(path, "w", encoding="utf-8") as file:

@@ -19,8 +19,8 @@ from kvjax.cli.generate.prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate.report import totals_lines
 from kvjax.cli.generate.stream import OrderedTextPrinter, prompt_tail
 from kvjax.cli.main import main
-from kvjax.cli.running.start_up import use_compilation_cache
 from kvjax.demo import demo_model_path, demo_requests
+from kvjax.device.programs.compilation_cache import use_compilation_cache
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.errors import ConfigError
 from kvjax.models import load_model

@@ -141,7 +141,7 @@ def test_options_that_contradict_one_another_are_one_clear_line(
     ("options", "message"),
     [
         ("--replicas 0", "argument --replicas: expected an integer >= 1, got '0'"),
-        ("--router fastest", "argument --router: invalid choice: 'fastest'"),
+        ("--router fastest", "argument --router: expected one of round_robin, least_loaded, prefix, got 'fastest'"),
         ("--transfer-gb-per-s 0", "argument --transfer-gb-per-s: expected a number > 0, got '0'"),
         ("--transfer-latency-us -1", "argument --transfer-latency-us: expected a number >= 0, got '-1'"),
     ],

@@ -82,7 +82,7 @@ def test_tokens_and_states_have_of_the_host_what_they_need() -> None:
     specs: dict[str, KVCacheSpec] = {"states": state, **full(16)}
     trace = [TraceRequest(1_000 * i, 1_024, 1, (2 * (i % 8), 2 * (i % 8) + 1)) for i in range(16)]
     tiers = ReplayTierConfig(host_bytes=8 * (64 * specs["layers.0"].page_size_bytes + 2 * state.page_size_bytes))
-    config = ReplayConfig(specs, num_blocks=70, serial=True, tiers=tiers, **PROBATION)
+    config = ReplayConfig(specs, num_blocks=71, serial=True, tiers=tiers, **PROBATION)
     assert [hit for _, hit in run_replay(trace, config).recorder.hits] == [0] * 8 + [1_008] * 8
 
 
@@ -115,7 +115,7 @@ def test_a_load_of_what_is_nowhere_fails_and_its_request_is_computed() -> None:
     """Blocks that a pool evicted are on a slow way to a host that has room for a few of them when they are wanted."""
     trace = [TraceRequest(1_000 * i, 512, 2, (i % 2,)) for i in range(3)]
     tiers = ReplayTierConfig(host_blocks=4, host_bytes_per_s=1e3)
-    result = run_replay(trace, ReplayConfig(full(16), num_blocks=40, tiers=tiers))
+    result = run_replay(trace, ReplayConfig(full(16), num_blocks=41, tiers=tiers))
     assert result.is_complete
     assert result.tier_stats is not None
     assert (result.tier_stats.num_load_failures, result.tier_stats.num_loaded_tokens) == (1, 0)
@@ -139,7 +139,7 @@ def crowded(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Sequence[TraceR
     trace = [replace(one, timestamp_ms=one.timestamp_ms + i) for i, one in enumerate(random_trace(seed, 12, 3, 150))]
     tiers = ReplayTierConfig(host_blocks=2_000, host_bytes_per_s=1e5, disk_bytes=1 << 40)
     batching = BatchingConfig(max_num_batched_tokens=256, max_num_seqs=8)
-    config = ReplayConfig(full(16), num_blocks=108, tiers=tiers, batching=batching, hash_algorithm="xxhash_cbor")
+    config = ReplayConfig(full(16), num_blocks=109, tiers=tiers, batching=batching, hash_algorithm="xxhash_cbor")
     return trace, config
 
 

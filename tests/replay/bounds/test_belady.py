@@ -23,7 +23,8 @@ def specs(block_size: int) -> dict[str, KVCacheSpec]:
 
 
 def hit_tokens(trace: list[TraceRequest], policy: str, num_blocks: int, block_size: int = 512) -> int:
-    config = ReplayConfig(specs(block_size), num_blocks=num_blocks, serial=True, eviction_policy=policy)
+    """Of so many blocks beside the null block."""
+    config = ReplayConfig(specs(block_size), num_blocks=num_blocks + 1, serial=True, eviction_policy=policy)
     return run_replay(trace, config).recorder.hit_tokens
 
 
