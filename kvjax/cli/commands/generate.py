@@ -372,7 +372,7 @@ def _report(
     for pool in engine.plan.pools:
         print(f"\nPool {pool.pool_id} over time", *pool_picture(steps, pool.pool_id), sep="\n")
     if args.plot is not None:
-        found = f"{sums['token_hit_rate']:.0%} of the prompt tokens were found in the cache"
+        found = f"{100 * sums['token_hit_rate']:.0f} % of the prompt tokens were found in the cache"
         save_figure(draw_pools(steps, f"{count_of(sums['requests'], 'request')}: {found}"), args.plot)
         print(f"\nPlot written to {args.plot}")
     if args.json is not None:

@@ -30,14 +30,24 @@ from kvjax.cli.running.output_files import require_matplotlib
 from kvjax.cli.running.progress import progress
 from kvjax.errors import ConfigError, MemoryBudgetError
 from kvjax.replay import ReplayConfig, TraceRequest, write_trace
-from kvjax.replay.compare import BATCHES, BOUNDS, FREE_EXCHANGE, RUNS, SERIAL, bound_hits, replay_hits
+from kvjax.replay.compare import (
+    BATCHES,
+    BOUNDS,
+    FREE_EXCHANGE,
+    INFINITE,
+    RUNS,
+    SERIAL,
+    bound_hits,
+    infinite_hits,
+    replay_hits,
+)
 from kvjax.text import align_table, count_of
 
 SHARES = ((SERIAL, FREE_EXCHANGE), (BATCHES, SERIAL))
 STDERR = 2  # descriptor
 DEFAULT_SIZES = "100GB,200GB,400GB"
 TAKEN = ("memory_bytes", "num_blocks", "record", "miss_reasons", "bound", "host_bytes")
-NEEDS_COMPARISON = ("memory_sizes", "user_counts", "beside")
+NEEDS_COMPARISON = ("memory_sizes", "user_counts", "plot_only", "beside")
 NO_SETTINGS = (
     "compare_defaults",
     *NEEDS_COMPARISON,
@@ -70,6 +80,12 @@ def add_compare_arguments(group: argparse._ArgumentGroup) -> None:
         type=int_list,
         metavar="N,N",
         help=f"Run each of these numbers of users at once, of a trace of sessions.{default_text('as --users says')}",
+    )
+    group.add_argument(
+        "--plot-only",
+        action="store_true",
+        help="fill only the columns that --plot draws: hits in batches (one at a time with --serial) and of an "
+        "infinite cache",
     )
     group.add_argument(
         "--beside",
@@ -113,7 +129,7 @@ def run_compare(args: argparse.Namespace) -> int:
     with interruptible() as should_stop:
         is_complete = all(_fill_users(table, users, args, configs, should_stop) for users in numbers)
     if not is_complete:
-        num_done = sum(cell.error is not None or _has_bounds(cell) for cell in table.cells)
+        num_done = sum(cell.error is not None or INFINITE in cell.hit_tokens for cell in table.cells)
         print(f"interrupted after {num_done} of {count_of(len(table.cells), 'cell')}; until then:")
     table.write(is_last=True)
     print(_table_text(table.cells))
@@ -143,21 +159,23 @@ def _fill_users(
 ) -> bool:
     """Fills the cells of so many users at once, None: of a trace as `args` reads it; False: it was to stop."""
     trace, _ = trace_of(args if users is None else argparse.Namespace(**vars(args) | {"users": users}))
-    cells = table.of_users(users)
-    runs = [run for run in RUNS if run != BATCHES or not args.serial]
-    total = len(cells) * len(runs) * len(trace)
+    cells, columns = table.of_users(users), _columns(args)
+    total = len(cells) * sum(column in RUNS for column in columns) * len(trace)
     with progress("Comparing", total, "request", enabled=not args.no_progress) as advance:
         for cell in cells:
             cell.prompt_tokens = sum(request.input_length for request in trace)
-            if not _fill(table, cell, trace, configs[cell.model], runs, advance, should_stop):
+            if not _fill(table, cell, trace, configs[cell.model], columns, advance, should_stop):
                 return False
     if args.beside is not None:
         _run_beside(table, cells, trace, args.beside)
     return True
 
 
-def _has_bounds(cell: Cell) -> bool:
-    return set(BOUNDS) <= cell.hit_tokens.keys()
+def _columns(args: argparse.Namespace) -> list[str]:
+    """What a cell is to have; the first of BOUNDS stands for all of them."""
+    if args.plot_only:
+        return [SERIAL if args.serial else BATCHES, INFINITE]
+    return [*(run for run in RUNS if run != BATCHES or not args.serial), FREE_EXCHANGE, INFINITE]
 
 
 def _fill(
@@ -165,27 +183,39 @@ def _fill(
     cell: Cell,
     trace: Sequence[TraceRequest],
     config: ReplayConfig,
-    runs: Sequence[str],
+    columns: Sequence[str],
     on_progress: Callable[[int], object],
     should_stop: Callable[[], bool],
 ) -> bool:
-    """Runs what a cell lacks; False: it was to stop."""
+    """Finds what a cell lacks; False: it was to stop."""
     config = replace(config, memory_bytes=cell.memory_bytes)
-    try:
-        for run in runs:
-            if run in cell.hit_tokens or cell.error is not None:
-                on_progress(len(trace))
-                continue
-            hit_tokens = replay_hits(run, trace, config, on_progress, should_stop)
-            if hit_tokens is None:
-                return False
-            table.note(cell, hit_tokens)
-        if not _has_bounds(cell) and cell.error is None:
-            table.note(cell, bound_hits(trace, config))
-    except MemoryBudgetError as error:
-        cell.error = str(error)
-        table.write()
+    for column in columns:
+        if column in cell.hit_tokens or cell.error is not None:
+            on_progress(len(trace) * (column in RUNS))
+            continue
+        try:
+            hit_tokens = _hits(column, trace, config, on_progress, should_stop)
+        except MemoryBudgetError as error:
+            cell.error = str(error)
+            table.write()
+            continue
+        if hit_tokens is None:
+            return False
+        table.note(cell, hit_tokens)
     return not should_stop()
+
+
+def _hits(
+    column: str,
+    trace: Sequence[TraceRequest],
+    config: ReplayConfig,
+    on_progress: Callable[[int], object],
+    should_stop: Callable[[], bool],
+) -> dict[str, int] | None:
+    """Hit tokens of a column, and of what is found with it; None: it was to stop."""
+    if column in RUNS:
+        return replay_hits(column, trace, config, on_progress, should_stop)
+    return (infinite_hits if column == INFINITE else bound_hits)(trace, config)
 
 
 def _run_beside(table: Cells, cells: Sequence[Cell], trace: Sequence[TraceRequest], command: str) -> None:
@@ -209,7 +239,7 @@ def _run_beside(table: Cells, cells: Sequence[Cell], trace: Sequence[TraceReques
 def _table_text(cells: Sequence[Cell]) -> str:
     """Percent of all prompt tokens, by cell and column; then what share of another column it is."""
     found = dict.fromkeys(column for cell in cells for column in cell.hit_tokens)
-    own = [column for column in (*RUNS, *BOUNDS) if column in found]
+    own = [column for column in (*RUNS, *BOUNDS, INFINITE) if column in found]
     columns = own + [column for column in found if column not in own]
     shares = [" / ".join(pair) for pair in SHARES]
     rows = [[cell.model, f"{cell.memory_bytes / 1e9:,.6g} GB", *_percents(cell, columns)] for cell in cells]

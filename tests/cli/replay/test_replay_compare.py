@@ -104,6 +104,18 @@ def test_another_file_is_written_over(
     capsys.readouterr()
 
 
+def test_the_columns_of_the_plot_alone(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are those of the whole table, which adds the others to them."""
+    path = tmp_path / "table.json"
+    drawn = compare(trace, path, "--plot-only")
+    assert all(list(hits) == ["batches", "infinite cache"] for hits in drawn.values())
+    assert all("batches" not in hits for hits in compare(trace, tmp_path / "one", "--plot-only", "--serial").values())
+    whole = compare(trace, path)
+    assert all(hits.items() <= whole[key].items() for key, hits in drawn.items())
+    assert all(len(hits) == 7 for hits in whole.values())
+    capsys.readouterr()
+
+
 def test_an_interrupt_keeps_what_is_done(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
