@@ -15,13 +15,14 @@ but those marked + address a token as `array[slot // page_size, slot % page_size
              [i, h] of a page holds K of token 2i, V of 2i, K of 2i + 1, V of 2i + 1 of head h
     latent   [pages, page_size, head_dim]; on TPU+ [pages, ceil(page_size / packing), pieces, packing, 128], where state
              s of a page is at [s // packing, :, s % packing]
-    recurrent  [pages, *shape] for each array of a state, one state a page
+    recurrent  [pages, *shape] for each array of a state, one state a page; on TPU what lies behind the heads of marked
+             arrays is padded with zeros to whole lanes
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TPU_LANES = 128
 TPU_SUBLANES = 8
@@ -127,8 +128,8 @@ class PageLayout:
 
     @property
     def platform(self) -> str:
-        """One whose pages lie so: "tpu" where numbers are packed into words, else "cpu"."""
-        return "tpu" if any(PACK_AXIS in array.axes for array in self.arrays) else "cpu"
+        """One whose pages lie so: "tpu" where numbers lie in whole lanes, else "cpu"."""
+        return "tpu" if any(LANE_AXIS in array.axes for array in self.arrays) else "cpu"
 
     @property
     def tokens_per_row(self) -> int:
@@ -218,15 +219,17 @@ def recurrent_layout(
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[str, ...],
     head_axes: tuple[int, ...] | None = None,
+    lane_arrays: tuple[int, ...] = (),
     platform: str = "cpu",
 ) -> PageLayout:
     """Layout of states of recurrent layers, one a page: an array per shape, the same on every platform.
 
-    Heads, or whatever tensor parallelism splits, are the dimension `head_axes` of each shape; None: the first.
+    Heads, or whatever tensor parallelism splits, are the dimension `head_axes` of each shape; None: the first. On TPU
+    all dimensions behind the heads of `lane_arrays` are padded to multiples of 128, as kernels there take them.
 
     Raises:
-        ValueError: not a dtype and an axis for each of one or more shapes, a size is not positive, or the platform is
-            unknown.
+        ValueError: not a dtype and an axis for each of one or more shapes, a size is not positive, no array or
+            nothing behind its heads is where `lane_arrays` say, or the platform is unknown.
     """
     if platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
         raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")
@@ -237,14 +240,25 @@ def recurrent_layout(
     axes = (0,) * len(shapes) if head_axes is None else head_axes
     if len(axes) != len(shapes) or not all(0 <= axis < len(shape) for axis, shape in zip(axes, shapes, strict=True)):
         raise ValueError(f"expected an axis of heads in each of {shapes}, got {head_axes}")
+    if not all(0 <= i < len(shapes) and axes[i] < len(shapes[i]) - 1 for i in lane_arrays):
+        raise ValueError(f"expected lane_arrays among {shapes} with dimensions behind {axes}, got {lane_arrays}")
     for dtype in dtypes:
         dtype_bits(dtype)
-    arrays = tuple(
+    arrays = [
         ArrayLayout(f"state_{i}", shape, dtype, _state_axes(len(shape), axis))
         for i, (shape, dtype, axis) in enumerate(zip(shapes, dtypes, axes, strict=True))
-    )
-    return PageLayout("recurrent", 1, arrays)
+    ]
+    for i in lane_arrays if platform == "tpu" else ():
+        arrays[i] = _in_lanes(arrays[i], axes[i])
+    return PageLayout("recurrent", 1, tuple(arrays))
 
 
 def _state_axes(rank: int, head_axis: int) -> tuple[str, ...]:
     return tuple(HEAD_AXIS if axis == head_axis else f"state_dim_{axis}" for axis in range(rank))
+
+
+def _in_lanes(array: ArrayLayout, head_axis: int) -> ArrayLayout:
+    """The array with whole lanes in each dimension behind the heads."""
+    own, behind = array.page_shape[: head_axis + 1], array.page_shape[head_axis + 1 :]
+    shape = (*own, *(lane_pieces(size) * TPU_LANES for size in behind))
+    return replace(array, page_shape=shape, axes=(*array.axes[:-1], LANE_AXIS))

@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.lab.tpu.chips import CHIPS, ENVIRONMENT
 from scripts.lab.tpu.compiler import ROOT
 
-# A shipped config of each family that runs, and the first layers that have every kind of layer among them. Not OLMo
-# hybrid: its keys of 96 and values of 192 numbers are no whole lanes, so XLA computes its delta rule and copies states.
+# A shipped config of each family that runs, and the first layers that have every kind of layer among them.
 STEPS = {
     "llama-3-8b": 2,
     "mistral-7b": 2,
@@ -56,6 +55,7 @@ STEPS = {
     "lfm2-1.2b": 3,
     "falcon-h1-0.5b": 2,
     "mamba-codestral-7b": 2,
+    "olmo-hybrid-7b": 4,
 }
 # Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as on four chips of a deployment.
 BLOCKS = {
@@ -68,11 +68,12 @@ BLOCKS = {
     "lfm2-1.2b": 65_536,
     "falcon-h1-0.5b": 8192,
     "mamba-codestral-7b": 16_384,
+    "olmo-hybrid-7b": 8192,
 }
 HYBRIDS = [model for model in BLOCKS if model not in ("deepseek-v4-flash", "mamba-codestral-7b")]  # states and tokens
 # Chips that share the heads at most. A quarter of Granite's and Falcon's channels is no multiple of 128, as their
-# convolutions want.
-SHARDS = {"granite-4.0-h-small": 2, "falcon-h1-0.5b": 2}
+# convolutions want, and OLMo hybrid has 30 heads.
+SHARDS = {"granite-4.0-h-small": 2, "falcon-h1-0.5b": 2, "olmo-hybrid-7b": 2}
 
 
 def compile_step(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import PageLayout, lane_pieces
+from pallas_kernels.layouts import HEAD_AXIS, ArrayLayout, PageLayout, lane_pieces
 from pallas_kernels.packed_pages import kv_rows, pages_of_states, pages_of_tokens, states_of_pages, tokens_of_pages
 
 Arrays = tuple[jax.Array, ...]
@@ -23,14 +23,16 @@ def unpack_pages(layout: PageLayout, entry_shapes: tuple[tuple[int, ...], ...], 
 
     Args:
         layout: of the pages.
-        entry_shapes: what one entry is made of on this device; () for recurrent states.
+        entry_shapes: what one entry is made of on this device; of recurrent states numbers behind the heads count.
         column: page arrays [n, *page_shape].
 
     Raises:
         NotImplementedError: pages of a layout that this module does not know.
     """
-    if layout.kind in ("split", "recurrent"):
-        return tuple(array if layout.kind == "recurrent" else array.reshape(-1, *array.shape[2:]) for array in column)
+    if layout.kind == "split":
+        return tuple(array.reshape(-1, *array.shape[2:]) for array in column)
+    if layout.kind == "recurrent":
+        return tuple(map(_without_lanes, layout.arrays, entry_shapes, column))
     (array,) = column
     if layout.kind == "packed":
         (num_heads, dim), _ = entry_shapes
@@ -55,7 +57,7 @@ def pack_entries(layout: PageLayout, page_shapes: tuple[tuple[int, ...], ...], e
         NotImplementedError: pages of a layout that this module does not know.
     """
     if layout.kind == "recurrent":
-        return entries
+        return tuple(map(_with_lanes, page_shapes, entries))
     if layout.kind == "split":
         return tuple(array.reshape(-1, *shape) for array, shape in zip(entries, page_shapes, strict=True))
     (shape,) = page_shapes
@@ -73,3 +75,14 @@ def pack_entries(layout: PageLayout, page_shapes: tuple[tuple[int, ...], ...], e
         padding = [(0, 0), (0, num_rows * packing - states.shape[1]), (0, pieces * lanes - states.shape[2])]
         return (pages_of_states(jnp.pad(states, padding), packing),)
     raise NotImplementedError(f"expected pages of a known layout, got {layout.kind!r}")
+
+
+def _without_lanes(layout: ArrayLayout, shape: tuple[int, ...], states: jax.Array) -> jax.Array:
+    """States [n, *page_shape] without the padding behind their heads."""
+    behind = layout.axes.index(HEAD_AXIS) + 1
+    return states[(..., *map(slice, shape[behind:]))]
+
+
+def _with_lanes(page_shape: tuple[int, ...], states: jax.Array) -> jax.Array:
+    """States [n, *shape] with zeros behind each dimension up to that of a page."""
+    return jnp.pad(states, [(0, 0), *((0, page - own) for page, own in zip(page_shape, states.shape[1:], strict=True))])

@@ -128,7 +128,8 @@ def layers_of(kv_cache_config: KVCacheConfig, placement: Placement) -> tuple[Lay
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for column, name in enumerate(group.layer_names):
             layout = kv_cache_config.pools[group.pool_id].columns[column]
-            shapes = group.spec_of(column).entry_shapes or tuple(array.page_shape for array in layout.arrays)
+            spec = group.spec_of(column)
+            shapes = spec.entry_shapes or tuple(array.page_shape for array in spec.page_layout("cpu").arrays)
             layers.append(LayerPages(name, group_id, group.pool_id, column, layout, shapes, placement))
     return tuple(layers)
 

@@ -195,9 +195,24 @@ def test_a_page_of_a_recurrent_layer_is_one_state(platform: str) -> None:
     assert layout.page_bytes == 4 * 3 * 2 + 2 * 5 * 7 * 4
 
 
+@pytest.mark.parametrize(("platform", "sizes"), [("cpu", (96, 192)), ("gpu", (96, 192)), ("tpu", (128, 256))])
+def test_marked_states_are_whole_lanes_behind_their_heads_on_tpu(platform: str, sizes: tuple[int, int]) -> None:
+    """Those that are so anyway keep their shapes; what is not marked is as long as it is."""
+    shapes = ((5, 3), (5, 96, 192), (7, 5, 96), (2, 128, 256))
+    axes, dtypes = (0, 0, 1, 0), ("bfloat16",) * 4
+    options = {"dtypes": dtypes, "head_axes": axes, "lane_arrays": (1, 2, 3), "platform": platform}
+    layout = recurrent_layout(shapes=shapes, **options)
+    found = [array.page_shape for array in layout.arrays]
+    assert found == [(5, 3), (5, *sizes), (7, 5, sizes[0]), (2, 128, 256)]
+    assert [array.axes.index(HEAD_AXIS) for array in layout.arrays] == list(axes)
+    assert layout.platform == ("tpu" if platform == "tpu" else "cpu")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"lane_arrays": (1,)}, r"expected lane_arrays among \(\(2, 3\),\) .* got \(1,\)"),
+        ({"lane_arrays": (0,), "head_axes": (1,)}, r"with dimensions behind \(1,\), got \(0,\)"),
         ({"shapes": ()}, "expected a dtype for each of one or more shapes"),
         ({"dtypes": ()}, "expected a dtype for each of one or more shapes"),
         ({"shapes": ((2, 0),)}, "expected sizes >= 1 in shapes"),

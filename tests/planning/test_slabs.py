@@ -32,6 +32,8 @@ HYBRIDS = [
     "olmo-hybrid-7b",
     "qwen3-next-80b-a3b",
 ]
+MOST_LEFT = 0.05
+LEFT = {("olmo-hybrid-7b", "tpu"): 0.08}  # of a slab of nine blocks of tokens, where a state in whole lanes takes 8.3
 GPU_BLOCK = 8  # tokens, of which copies of GPU kernels begin at multiples
 
 
@@ -114,7 +116,7 @@ def test_attention_of_every_hybrid_fills_its_slabs(model: str, platform: str) ->
     assert plan.slabs is not None
     of_tokens = [group.group.pool_id for group in plan.shape.groups if not group.group.spec.forgets]
     assert [plan.slabs.waste[pool_id] for pool_id in of_tokens] == [0.0] * len(of_tokens)
-    assert max(plan.slabs.waste) <= 0.05
+    assert max(plan.slabs.waste) <= LEFT.get((model, platform), MOST_LEFT)
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

@@ -9,7 +9,7 @@ import pytest
 from kvjax.transfer.entries import pack_entries, unpack_pages
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.latent_write import latent_write
-from pallas_kernels.layouts import attention_layout, latent_layout
+from pallas_kernels.layouts import attention_layout, latent_layout, recurrent_layout
 
 PAGES, PAGE_SIZE = 3, 6
 
@@ -45,3 +45,19 @@ def test_latents_are_what_was_written(dtype: str, dim: int, platform: str) -> No
     (entries,) = unpack_pages(layout, ((dim,),), pages)
     np.testing.assert_array_equal(entries[PAGE_SIZE:].astype(jnp.float32), new)
     np.testing.assert_array_equal(pack_entries(layout, (array.page_shape,), (entries,))[0], pages[0])
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_states_are_sent_without_the_padding_of_a_platform(platform: str) -> None:
+    """Packing gives pages of any platform: zeros behind what a TPU has in whole lanes."""
+    shapes, marked = ((6, 3), (2, 5, 7), (4, 2, 7)), (1, 2)
+    options = {"dtypes": ("float32",) * 3, "head_axes": (0, 0, 1), "lane_arrays": marked}
+    layout = recurrent_layout(shapes=shapes, platform=platform, **options)
+    rng = np.random.default_rng(0)
+    states = tuple(jnp.asarray(rng.normal(size=(PAGES, *shape)), jnp.float32) for shape in shapes)
+    pages = pack_entries(layout, tuple(array.page_shape for array in layout.arrays), states)
+    for array, own, page in zip(layout.arrays, states, pages, strict=True):
+        assert page.shape == array.shape(PAGES)
+        np.testing.assert_allclose(jnp.sum(page), jnp.sum(own), rtol=1e-5)
+    for own, entry in zip(states, unpack_pages(layout, shapes, pages), strict=True):
+        np.testing.assert_array_equal(entry, own)

@@ -24,7 +24,7 @@ MODES = ("none", "align")
 class RecurrentSpec(KVCacheSpec):
     """One state a page. What a kind adds are the arrays of a state, or what they follow from, and its name."""
 
-    layer_fields: ClassVar[frozenset[str]] = frozenset({"page_size_padded", "head_axes"})
+    layer_fields: ClassVar[frozenset[str]] = frozenset({"page_size_padded", "head_axes", "lane_arrays"})
     forgets: ClassVar[bool] = True
 
     mamba_cache_mode: str = "none"  # vLLM's name, of any recurrent kind
@@ -35,6 +35,7 @@ class RecurrentSpec(KVCacheSpec):
     prefill_checkpoint_alignment: int | None = None
     num_ring_drafts: int = 0  # drafts of a step that have no state, since pages have rings (`RingStateSpec`)
     head_axes: tuple[int, ...] = ()  # of each array; (): the first
+    lane_arrays: tuple[int, ...] = ()  # those that are whole lanes behind their heads on TPU
     page_size_padded: int | None = None  # bytes; None: as the state needs
 
     @property
@@ -56,6 +57,7 @@ class RecurrentSpec(KVCacheSpec):
             raise ValueError(f"expected sizes >= 1 in shapes, got {shapes}")
         for dtype in dtypes:
             dtype_bits(dtype)
+        self.page_layout("tpu")  # refuses lane_arrays that are none
         if self.mamba_cache_mode not in MODES:
             raise ValueError(f"expected mamba_cache_mode none or align, got {self.mamba_cache_mode!r}")
         if self.num_speculative_blocks < 0:
@@ -113,7 +115,11 @@ class RecurrentSpec(KVCacheSpec):
         `page_size_padded` is for stacks that lay out bytes.
         """
         return recurrent_layout(
-            shapes=self.state_shapes, dtypes=self.state_dtypes, head_axes=self.split_axes, platform=platform
+            shapes=self.state_shapes,
+            dtypes=self.state_dtypes,
+            head_axes=self.split_axes,
+            lane_arrays=self.lane_arrays,
+            platform=platform,
         )
 
     def skipped_tokens(self, num_computed_tokens: IntOrArray) -> IntOrArray:

@@ -75,6 +75,7 @@ class RingStateSpec(StateArraysSpec):
             "num_speculative_blocks": 0,
             "page_size_padded": None,
             "num_ring_drafts": num_drafts,
+            "lane_arrays": _lane_arrays(spec),
             "head_axes": (*[0] * len(spec.shapes), *[1] * (len(spec.token_shapes) + 1)),
         }
         return cls(**spec.common_fields() | changed, ring_tokens=ring_tokens)
@@ -83,6 +84,15 @@ class RingStateSpec(StateArraysSpec):
     def kind(self) -> str:
         """Name in KV events: what can be hit is a state."""
         return "mamba"
+
+
+def _lane_arrays(spec: MambaSpec) -> tuple[int, ...]:
+    """Those of the state, and of what tokens add to one whose keys and values are whole lanes."""
+    first = len(spec.shapes)
+    if first - 1 not in spec.lane_arrays:
+        return spec.lane_arrays
+    added = (first + i for i, shape in enumerate(spec.token_shapes) if len(shape) > 1)
+    return (*spec.lane_arrays, *added)
 
 
 __all__ = ["RingStateSpec"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kvjax.device.layers.ring_states import (
     Output,
@@ -100,11 +101,20 @@ def apply_delta_rule(
     *,
     array: int = 1,  # of the layer's arrays of states [pages, H, K, V]
 ) -> jax.Array:  # [T, H, V]
-    """The gated delta rule of queries and keys of length 1; key heads are split with their value heads."""
+    """The gated delta rule of queries and keys of length 1; key heads are split with their value heads.
+
+    Pages may have several states for a value head, each of as many of its numbers, and be wider than keys and values
+    are (`layouts.recurrent_layout`): zeros behind both stay zeros.
+    """
 
     def rule(states: Column, step: AnyStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
         q, k, v, g, beta = inputs
-        options: dict[str, Any] = {"use_qk_l2norm": True, "backend": cache.backend}
+        heads, key_dim, value_dim = states[0].shape[1:]
+        options: dict[str, Any] = {"scale": q.shape[2] ** -0.5, "use_qk_l2norm": True, "backend": cache.backend}
+        parts = v.reshape(v.shape[0], heads, -1)
+        q, k, v = _widened(q, key_dim), _widened(k, key_dim), _widened(parts, value_dim)
+        g, beta = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (g, beta))
+        g = _widened(g, key_dim) if g.ndim == 3 else g
 
         def plain(states: jax.Array, step: RecurrentStep) -> Output:
             return gated_delta_rule(q, k, v, g, beta, states, *step, **options)
@@ -112,10 +122,16 @@ def apply_delta_rule(
         def in_ring(states: jax.Array, ring: Column, of_step: dict[str, Any]) -> OutputOverRing:
             return ring_delta_rule(q, k, v, g, beta, states, DeltaRing(*ring), **of_step, **options)
 
-        return _updated(states, step, v.shape[0], sizes, in_ring, plain)
+        out, after = _updated(states, step, v.shape[0], sizes, in_ring, plain)
+        return out[..., : parts.shape[2]].reshape(inputs[2].shape), after
 
     sizes = cache.ring_sizes(layer_name)
     return cache.update_states(layer_name, rule, (q, k, v, g, beta), (1,) * 5, arrays=_arrays_from(array, sizes))
+
+
+def _widened(x: jax.Array, count: int) -> jax.Array:
+    """x [T, heads, n] with zeros behind up to `count` numbers."""
+    return jnp.pad(x, [(0, 0), (0, 0), (0, count - x.shape[2])])
 
 
 def _arrays_from(array: int, sizes: RingSizes | None) -> tuple[int, ...]:

@@ -198,7 +198,7 @@ def _slabs(kv_cache_config: KVCacheConfig, placement: Placement) -> Slabs | None
     """Where the pools' arrays lie in slabs, each device's part of a page in rows of its own; None: in arrays."""
     if kv_cache_config.slabs is None:
         return None
-    # Layouts of recurrent states are the same everywhere; those of tokens beside them tell a TPU's.
+    # Layouts of many recurrent states are the same everywhere; those of tokens beside them tell a TPU's.
     packs = any(layout.platform == "tpu" for pool in kv_cache_config.pools for layout in pool.columns)
     places = tuple(
         tuple(_places(layout, placement, count, packs) for layout in pool.columns)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvjax.core.spec import cdiv
 from kvjax.models.configs.states import StateShapes
+
+MOST_COLUMNS = 128  # of a head's matrix in a state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +50,20 @@ class DeltaConfig:
 
     @property
     def state(self) -> StateShapes:
-        """The last inputs of the convolution, a matrix per value head; a token adds its key, delta and decay."""
-        heads = self.num_value_heads
+        """The last inputs of the convolution, a matrix per value head; a token adds its key, delta and decay.
+
+        Columns of a matrix never meet: one of more than 128 columns lies as several, whose rows are lanes of a TPU.
+        """
+        parts = cdiv(self.value_dim, MOST_COLUMNS)
+        if self.value_dim % parts:
+            parts = 1
+        heads, columns = self.num_value_heads * parts, self.value_dim // parts
         return StateShapes(
-            ((self.num_channels, self.num_taps - 1), (heads, self.key_dim, self.value_dim)),
+            ((self.num_channels, self.num_taps - 1), (heads, self.key_dim, columns)),
             (None, self.rule_dtype),
+            lane_arrays=(1,),
             num_units=self.num_key_heads,
-            token_shapes=((self.num_key_heads, self.key_dim), (heads, self.value_dim), (heads,)),
+            token_shapes=((self.num_key_heads, self.key_dim), (heads, columns), (heads,)),
             token_dtypes=(None, None, "float32"),
         )
 
@@ -81,6 +91,7 @@ class KimiDeltaConfig:
         return StateShapes(
             (*[convolution] * 3, (*numbers, self.head_dim)),
             (None, None, None, "float32"),
+            lane_arrays=(3,),
             num_units=self.num_heads,
             token_shapes=(numbers, numbers, numbers),
             token_dtypes=(None, None, None),

@@ -20,6 +20,7 @@ class StateShapes:
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str | None, ...]  # None: the model's
+    lane_arrays: tuple[int, ...] = ()  # those whose kernels take whole lanes behind the heads on TPU
     num_units: int = 0  # heads that stay whole, or groups of them where heads share inputs; 0: channels are units
     token_shapes: tuple[tuple[int, ...], ...] = ()  # what a token adds to the last array, heads first; (): not told
     token_dtypes: tuple[str | None, ...] = ()  # None: the model's
@@ -38,6 +39,7 @@ class StateShapes:
             mamba_cache_mode="align",
             token_shapes=self.token_shapes,
             token_dtypes=token_dtypes,
+            lane_arrays=self.lane_arrays,
         )
         return replace(state, block_size=block_size * cdiv(state.state_bytes, block_size * attention_bytes))
 
