@@ -29,6 +29,7 @@ from scripts.goldens import (
     families_deepseek_v4,
     families_dense,
     families_experts,
+    families_indexed,
     families_inputs,
     families_parts,
     families_recurrent,
@@ -49,6 +50,7 @@ MODULES = (
     families_deepseek_v4,
     families_inputs,
     families_parts,
+    families_indexed,
 )
 MAX_SEEDS = 300
 PREFIX_PROMPT = 3  # the prompt that is the shared prefix and nothing else

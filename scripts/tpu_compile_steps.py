@@ -46,6 +46,8 @@ STEPS = {
     "qwen3-vl-235b-a22b": 2,
     "whisper-large-v3": 2,
     "deepseek-v3": 4,
+    "deepseek-v3.2": 4,
+    "glm-5.2": 4,
     "deepseek-v4-flash": 4,
     "jamba-1.5-mini": 5,
     "granite-4.0-h-small": 6,

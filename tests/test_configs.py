@@ -42,9 +42,11 @@ SIZES = {  # query heads, hidden and MLP size, vocabulary, longest request, rota
 
 CACHES = {  # layers, caches of their own, longest request, dtype of the cache
     "deepseek-v3": (61, 61, 163_840, "bfloat16"),
+    "deepseek-v3.2": (61, 61 + 61, 163_840, "bfloat16"),
     "deepseek-v4-flash": (43, 43 + 41 + 21 + 41 + 21, 1_048_576, "float8_e4m3fn"),
     "deepseek-v4-pro": (61, 61 + 61 + 30 + 61 + 30, 1_048_576, "float8_e4m3fn"),
     "gemma-3n-e4b": (35, 20, 32_768, "bfloat16"),
+    "glm-5.2": (78, 78 + 3 + 18, 1_048_576, "bfloat16"),
     "gpt-oss-120b": (36, 36, 131_072, "bfloat16"),
     "llama-4-maverick": (48, 48, 1_048_576, "bfloat16"),
     "llama-4-scout": (48, 48, 10_485_760, "bfloat16"),

@@ -1,9 +1,10 @@
-"""Attention of DeepSeek V4's layers: a sliding window of latents, and compressed latents, in one softmax.
+"""Attention over latents that an indexer picks: DeepSeek V4's beside a sliding window, DeepSeek V3.2's alone.
 
 Flow:    queries, window pages, compressed pages, indices -> [sparse_mla_attention] -> AttentionOutput
          SparseSchedule of a step -> [plan_work] -> work, for all layers of one kind
 Source:  DeepSeek V4 (deepseek-ai/DeepSeek-V4-Flash): one latent per token is key and value of all heads; layers of
-         ratio 4 see the compressed entries that their indexer picks, of ratio 128 all, of ratio 0 none; with sinks
+         ratio 4 see the compressed entries that their indexer picks, of ratio 128 all, of ratio 0 none; with sinks.
+         DeepSeek V3.2 (deepseek-ai/DeepSeek-V3.2-Exp): a query sees the tokens that its layer's indexer picks
 
 Axis names: as ragged_paged_attention; D latent dimension (512), Pc columns of the compressed cache's table, K indices.
 """
@@ -72,7 +73,7 @@ def plan_work(
     }
     reasons: dict[str, Reason] = {
         "tpu": None,
-        "gpu": lambda: _reason_of_gpu(backend, q, pages, compressed_pages, entries),
+        "gpu": lambda: _reason_of_gpu(backend, sliding_window, q, pages, compressed_pages, entries),
     }
     xla = xla_attention.path_over(
         q, page_arrays(pages), sliding_window, options["entry_page_size"], compressed_tables, num_picks
@@ -98,7 +99,7 @@ def sparse_mla_attention(
     new_kv: jax.Array | None = None,  # [T, D]: written to the window cache before attention
     slot_mapping: jax.Array | None = None,  # int32[T] slots of new_kv, -1: skip
     sm_scale: float,
-    sliding_window: int,
+    sliding_window: int,  # 0: a token sees the entries alone that its indices name
     sinks: jax.Array | None = None,  # float32[Hq] natural-log logits, -inf: none
     schedule: SparseSchedule | None = None,  # what `plan` returned for this step and window cache
     work: Any = None,  # what `plan_work` returned for that schedule and this kind of layer, or None
@@ -115,7 +116,8 @@ def sparse_mla_attention(
     `0 <= e < (pos + 1) // tokens_per_state`; indices outside count as none, and no entry is named twice. New entries
     of the step must be in the compressed pages already (`latent_write`). A sink is one more logit of the one softmax.
 
-    Slots that a query does not see are never read, so they may hold anything. Padding gives out 0 and LSE -inf.
+    Slots that a query does not see are never read, so they may hold anything. Padding gives out 0 and LSE -inf, as does
+    a token that sees nothing.
 
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
@@ -127,6 +129,7 @@ def sparse_mla_attention(
     compressed = validate.check_compressed(
         q, compressed_pages, compressed_tables, tokens_per_state, topk_indices, entries, compressed_page_size
     )
+    validate.check_sees(sliding_window, topk_indices)
     validate.check_new_kv(q, new_kv, slot_mapping, latent)
     step = (block_tables, seq_lens, query_start_loc, distribution)
     validate.check_step(q, latent, compressed, step, compressed_tables, tokens_per_state)
@@ -144,7 +147,7 @@ def sparse_mla_attention(
     arrays = (compressed_pages, compressed_tables, topk_indices)
     reasons: dict[str, Reason] = {
         "tpu": lambda: kernel_tpu.reason_not_supported(q, pages, schedule, *arrays, **options),
-        "gpu": lambda: _reason_of_gpu(backend, q, pages, compressed_pages, entries),
+        "gpu": lambda: _reason_of_gpu(backend, sliding_window, q, pages, compressed_pages, entries),
     }
     num_picks = None if topk_indices is None else topk_indices.shape[1]
     named = (sliding_window, options["entry_page_size"], compressed_tables, num_picks)
@@ -172,8 +175,10 @@ def sparse_mla_attention(
     return AttentionOutput(out, lse if return_lse else None, pages)
 
 
-def _reason_of_gpu(backend: str, *arguments: Any) -> str | None:
+def _reason_of_gpu(backend: str, sliding_window: int, *arguments: Any) -> str | None:
     """What the kernel for Hopper cannot do; nothing is left to it that does not ask for it by name."""
     if backend == "auto":
         return "the gpu kernel gave wrong numbers on an H200, and no card has run it since it was mended"
+    if not sliding_window:
+        return "GPU kernels take windows of at least one token, got sliding_window=0"
     return kernel_gpu.reason_not_supported(*arguments)

@@ -28,7 +28,7 @@ class Shape:
     num_q_heads: int = 3
     dim: int = 24
     q_dtype: str = "float32"
-    window: int = 5
+    window: int = 5  # 0: none, and picks alone
     ratio: int | None = None  # None: window only
     topk: int | None = None  # None: all entries
     entries: EntryFormat = Plain()  # noqa: RUF009

@@ -4,7 +4,8 @@ Flow:    api -> [kernel_tpu] -> tpu_runs (window) -> state -> tpu_runs or tpu_pi
 
 Decode sequences go token by token, the others in tiles of `TILE_QUERIES` tokens: two chains of passes, of which either
 may be empty. Where the queries name their entries both go token by token, since no two tokens name the same. Items and
-window pages come from the step's schedule; only what a layer's indexer picks is arranged per layer.
+window pages come from the step's schedule; only what a layer's indexer picks is arranged per layer. Without a window
+there is one chain of one pass.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pallas_kernels.layouts import cdiv
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention import tpu_picks, tpu_runs
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, WindowBlocks
+from pallas_kernels.sparse_mla_attention.tpu_attention import PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LARGEST_BLOCK, LaunchConfig, block_pages
 from pallas_kernels.tpu.entries import EntryReader, reason_of_entries
 from pallas_kernels.tpu.latent_blocks import StatePages
@@ -116,6 +118,9 @@ def sparse_mla_attention(
         reader, padded_heads(num_heads), sm_scale, sliding_window, page_size, return_lse, pages[0], compressed
     )
     rows = rows_of_heads(reader.spread(q.astype(reader.compute_dtype)))
+    if not sliding_window:
+        out, lse = layer.attend_picked(rows, schedule, num_heads, sinks)
+        return out.astype(q.dtype), lse
     num_decode = schedule.decode.blocks.num_items
     decode_tokens = min(num_tokens, schedule.decode.blocks.room)
     decode = layer.attend(rows[: decode_tokens * layer.heads], schedule, 1, sinks)
@@ -128,7 +133,7 @@ def sparse_mla_attention(
         return jnp.where(token[(..., *[None] * (tiles.ndim - 2))] < num_decode, decode, tiles)
 
     real = (schedule.pos >= 0)[:, None]
-    outs = (x["out"].reshape(-1, layer.heads, x["out"].shape[1])[:, :num_heads] for x in (decode, tiles))
+    outs = (layer.heads_of(x["out"], num_heads) for x in (decode, tiles))
     out = jnp.where(real[..., None], reader.gathered(by_token(*outs)), 0).astype(q.dtype)
     if not return_lse:
         return out, None
@@ -176,6 +181,27 @@ class _Layer(NamedTuple):
         results = lax.map(chunk, jnp.arange(cdiv(num_tokens, size), dtype=jnp.int32))
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
+    def attend_picked(
+        self, q: jax.Array, schedule: SparseSchedule, num_heads: int, sinks: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(out, lse or None) as the op's, of tokens that see what they name and nothing else; q [T * heads, lanes]."""
+        num_tokens = schedule.pos.shape[0]
+        picks = self._picks(schedule, num_tokens)
+        assert picks is not None  # the op's checks come first
+        sees = ((schedule.pos >= 0) & (picks.num_groups > 0))[:, None]
+        span = jnp.stack([jnp.int32(0), jnp.sum(schedule.pos >= 0, dtype=jnp.int32)])
+        result = self._pick_pass(span, picks, q, None, sinks)
+        out = self.reader.gathered(self.heads_of(result["out"], num_heads))[:num_tokens]
+        out = jnp.where(sees[..., None], out, 0)
+        if not self.return_lse:
+            return out, None
+        lse = by_head(result["lse"], num_heads)[:num_tokens]
+        return out, lse_with_sinks(jnp.where(sees, lse, -jnp.inf), sinks)
+
+    def heads_of(self, out: jax.Array, num_heads: int) -> jax.Array:  # [T * heads, lanes]
+        """[T, num_heads, lanes]."""
+        return out.reshape(-1, self.heads, out.shape[1])[:, :num_heads]
+
     def _chunk_tokens(self, lanes: int) -> int:
         """Tokens whose state between two passes takes at most `LARGEST_STATE_BYTES`."""
         most = LARGEST_STATE_BYTES // (4 * self.heads * (lanes + 2 * LANES))
@@ -201,12 +227,25 @@ class _Layer(NamedTuple):
             config = self._config(queries, compressed)
             tables = rows_of_tables(page_names(compressed.pages, compressed.tables))
             return tpu_runs.run_pass(config, items, q, compressed.pages, tables, results["after"], per_row)
+        span = jnp.stack([begin, jnp.maximum(end - begin, 0)])
+        return self._pick_pass(span, picks, q, results["after"], sinks)
+
+    def _pick_pass(
+        self,
+        span: jax.Array,  # int32[2] first token, number of tokens
+        picks: tpu_picks.Picks,
+        q: jax.Array,  # [T * heads, lanes]
+        state: PassState | None,
+        sinks: jax.Array | None,
+    ) -> dict[str, Any]:
+        """Over the entries that tokens name."""
+        compressed = self.compressed
+        assert compressed is not None  # there are picks
         config = self._config(1, compressed)
         shifts = tpu_picks.row_shifts(compressed.tables, compressed.pages)
         per_row = None if sinks is None else self._per_row(sinks, 1)
-        span = jnp.stack([begin, jnp.maximum(end - begin, 0)])
         none = self._none(compressed, config)
-        return tpu_picks.pick_pass(config, span, picks, none, q, compressed.pages, shifts, results["after"], per_row)
+        return tpu_picks.pick_pass(config, span, picks, none, q, compressed.pages, shifts, state, per_row)
 
     def _picks(self, schedule: SparseSchedule, num_tokens: int) -> tpu_picks.Picks | None:
         """What the first tokens name; None where all entries are seen, or none."""

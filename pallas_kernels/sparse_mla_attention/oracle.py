@@ -13,9 +13,11 @@ def attention(
     sm_scale: float,
     sinks: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out float64[Hq, D], lse float64[Hq]) of one query over vectors that are keys and values."""
+    """(out float64[Hq, D], lse float64[Hq]) of one query over vectors that are keys and values; of none 0 and -inf."""
     kv = np.array(latents, np.float64)
-    out, lse = np.zeros(q.shape), np.zeros(q.shape[0])
+    out, lse = np.zeros(q.shape), np.full(q.shape[0], -np.inf)
+    if not len(kv):
+        return out, lse
     for h in range(q.shape[0]):
         logits = kv @ q[h].astype(np.float64) * sm_scale
         top = max(logits.max(), -np.inf if sinks is None else sinks[h])

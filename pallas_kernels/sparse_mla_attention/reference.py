@@ -59,6 +59,8 @@ def window_pass(
 ) -> SoftmaxState:
     """State of [T, Hq, D] queries, as `attend` takes them, after the slots of their windows."""
     state = vary_like(online_softmax.empty(q.shape[:2], cache.dim), q, cache.latent.array, *schedule[:3])
+    if not schedule.window_slots.shape[1]:
+        return state
 
     def body(state: SoftmaxState, inputs: tuple[jax.Array, jax.Array], column: jax.Array) -> SoftmaxState:
         q, slots = inputs

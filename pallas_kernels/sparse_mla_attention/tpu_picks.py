@@ -74,7 +74,7 @@ def pick_pass(
     q: jax.Array,  # [T * heads, lanes]
     pages: jax.Array,  # [pages, rows, pieces, packing, 128]
     shifts: jax.Array,  # int32[S, 1, n] of `row_shifts`
-    state: PassState,
+    state: PassState | None,  # None: the tokens have no window
     sinks: jax.Array | None,  # float32[chunk, 128]
 ) -> dict[str, Any]:
     """`out` (and `lse`, else None) of the launch's tokens; the rest is undefined."""
@@ -112,7 +112,7 @@ def pick_pass(
             "shifts": Operand(shifts, of_seq),
             "entries": Operand(by_part, pl.BlockSpec((1, *by_part.shape[1:]), lambda *a: (before(*a), 0, 0))),
             "q": Operand(q, rows(q.shape[1])),
-            "before": PassState(*(Operand(x, rows(x.shape[1])) for x in state)),
+            "before": None if state is None else PassState(*(Operand(x, rows(x.shape[1])) for x in state)),
             "sinks": None if sinks is None else Operand(sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0))),
             "pages": Operand(word_rows(pages, row_unit(pages)), IN_HBM),
         },
@@ -144,7 +144,7 @@ class _Refs(NamedTuple):
     shifts: Ref  # SMEM int32[1, 1, n] of `row_shifts`
     entries: Ref  # int32[1, parts, 128]
     q: Ref  # [heads, lanes]
-    before: PassState  # what the window's pass left
+    before: PassState | None  # what the window's pass left; None: there was none
     sinks: Ref | None  # float32[heads, 128]
     pages: Ref  # HBM [n, pieces, packing, 128], or [n, 1, packing, 128]
     out: Ref  # [heads, lanes]
@@ -187,7 +187,10 @@ class _Step:
         @pl.when(has_before)
         def _() -> None:
             attention = LatentAttention(refs.state, self.config.scale)
-            attention.copy(refs.before, attention.state)
+            if refs.before is None:
+                attention.reset()
+            else:
+                attention.copy(refs.before, attention.state)
             window = self._buffer(1 - slot).at[0, pl.ds(0, before * _GROUP)]
             wait = pltpu.make_async_copy(window, window, refs.arrived.at[1 - slot]).wait  # for as many bytes as it has
             pl.when(before > 0)(wait)

@@ -27,7 +27,7 @@ def check_window(
     checks.check_floating(OP, "q", q)
     if q.size == 0:
         raise ValueError(f"{OP}: expected at least one token, head and number, got q of shape {q.shape}; pad the batch")
-    checks.check_at_least(OP, "sliding_window", sliding_window, 1)
+    checks.check_at_least(OP, "sliding_window", sliding_window, 0)
     return check_entry_pages(OP, "pages", pages, q.shape[-1], entries, page_size)
 
 
@@ -61,6 +61,12 @@ def check_compressed(
         checks.check_int32(OP, "topk_indices", topk_indices)
         checks.check_at_least(OP, "k, the columns of topk_indices,", topk_indices.shape[1], 1)
     return check_entry_pages(OP, "compressed_pages", pages, q.shape[-1], entries, page_size)
+
+
+def check_sees(sliding_window: int, topk_indices: Any) -> None:
+    """Raises ValueError where tokens have no window, and nothing names entries for them."""
+    if not sliding_window and topk_indices is None:
+        raise ValueError(f"{OP}: expected topk_indices where sliding_window is 0, got None")
 
 
 def check_new_kv(q: jax.Array, new_kv: Any, slot_mapping: Any, latent: LatentPages) -> None:

@@ -37,7 +37,7 @@ class Choices:
             return
         ordered = scores.sort(dim=dim, descending=True).values
         chosen, refused = ordered.select(dim, k - 1), ordered.select(dim, k)
-        gaps = (chosen - refused)[torch.isfinite(chosen)]
+        gaps = (chosen - refused)[chosen > torch.finfo(chosen.dtype).min / 2]  # others are masked
         if gaps.numel():
             self.least_gap = min(self.least_gap, float(gaps.min()))
 

@@ -47,6 +47,14 @@ VISION: Data = {
     "deepstack_visual_indexes": [0],
 }
 MROPE: Data = {"rope_parameters": rope(mrope_section=[4, 2, 2], mrope_interleaved=True)}
+OF_EXPERTS_V3: Data = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "v_head_dim": 12,
+}
 BASES: dict[str, Data] = {  # beside the small config
     "MixtralForCausalLM": {"head_dim": 8},  # transformers has YaRN for heads of a given size only
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
@@ -94,14 +102,9 @@ BASES: dict[str, Data] = {  # beside the small config
         "routed_scaling_factor": 2.0,
         "v_head_dim": 12,
     },
-    "DeepseekV3ForCausalLM": {
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 16,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 3,
-        "v_head_dim": 12,
-    },
+    "DeepseekV3ForCausalLM": OF_EXPERTS_V3,
+    "DeepseekV32ForCausalLM": OF_EXPERTS_V3,
+    "GlmMoeDsaForCausalLM": OF_EXPERTS_V3 | {"indexer_types": ["full", "shared", "full", "shared"]},
     "DeepseekV4ForCausalLM": {
         "layer_types": [SLIDING, CSA, HCA, CSA],
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
@@ -256,6 +259,13 @@ LATENT: dict[str, list[Any]] = {  # of latent attention
         YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
     ],
 }
+INDEXER: dict[str, list[Any]] = {
+    "index_n_heads": [12],
+    "index_head_dim": [24, 4],
+    "index_topk": [5, 64],
+    "layer_types": [["full_attention"] * 4],
+    "mlp_layer_types": [["dense", "dense", "sparse", "sparse"], ["sparse"] * 4, ["sparse", "dense"] * 2],
+}
 _BY_KIND = "full_attention", "sliding_attention"
 OF_ONE: dict[str, dict[str, list[Any]]] = {
     **OF_PARTS,
@@ -370,6 +380,19 @@ OF_ONE: dict[str, dict[str, list[Any]]] = {
     "DeepseekV3ForCausalLM": {
         **LATENT,
         "num_nextn_predict_layers": [0],
+    },
+    "DeepseekV32ForCausalLM": LATENT | INDEXER,
+    "GlmMoeDsaForCausalLM": {
+        **LATENT,
+        **INDEXER,
+        "indexer_types": [
+            ["full"] * 4,
+            ["full", "shared", "shared", "full"],
+            ["shared", "full", "full", "full"],
+            With(indexer_types=None, index_topk_pattern="FFSS"),
+            With(indexer_types=None, index_topk_freq=3, index_skip_topk_offset=1),
+            None,
+        ],
     },
     "DeepseekV4ForCausalLM": {
         "num_attention_heads": [8],

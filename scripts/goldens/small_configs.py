@@ -27,6 +27,7 @@ LATENT: Data = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+INDEXER: Data = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
 DELTA: Data = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -51,6 +52,7 @@ TEXT: dict[str, Data] = {
     "Llama4ForCausalLM": {"intermediate_size_mlp": 40, "num_local_experts": 4, "head_dim": 16},
     "DeepseekV2ForCausalLM": LATENT | {"n_routed_experts": 8, "q_lora_rank": 16},
     "DeepseekV3ForCausalLM": LATENT | {"n_routed_experts": 64, "q_lora_rank": 16},
+    "DeepseekV32ForCausalLM": LATENT | INDEXER | {"n_routed_experts": 16, "q_lora_rank": 16},
     "DeepseekV4ForCausalLM": {
         "num_key_value_heads": 1,
         "head_dim": 16,
@@ -76,6 +78,7 @@ TEXT: dict[str, Data] = {
     "GemmaForCausalLM": {"head_dim": 16},
     "Glm4ForCausalLM": {"head_dim": 16},
     "Glm4MoeForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "GlmMoeDsaForCausalLM": LATENT | INDEXER | {"n_routed_experts": 8, "q_lora_rank": 16},
     "GraniteForCausalLM": {},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
     "Ministral3ForCausalLM": {"head_dim": 16},

@@ -166,7 +166,7 @@ def test_configs_are_found_from_any_directory(
     ("argv", "message"),
     [
         (("--memory", "8GiB"), "expected a MODEL or a deployment that names one; shipped: deepseek-v3"),
-        (("gpt-5",), "expected a model's name (deepseek-v3, deepseek-v4-flash, deepseek-v4-pro"),
+        (("gpt-5",), "expected a model's name (deepseek-v3, deepseek-v3.2, deepseek-v4-flash"),
         (("qwen3-8b",), "expected --memory or --num-blocks, got none"),
         (("qwen3-8b", "--num-blocks", "9", "--trace", "x"), "expected --trace with --memory, without --tokens"),
         (

@@ -76,11 +76,23 @@ class DenseCache:
         latent: jax.Array | None,
         key_pe: jax.Array | None,
         options: AttentionOptions,
+        picks: jax.Array | None = None,
     ) -> jax.Array:
-        """All heads share one key [latent | rotated key], whose latent is the value."""
+        """All heads share one key [latent | rotated key], whose latent is the value; of picked tokens, if there are."""
         latent, key_pe = self._own(layer_name, latent, key_pe)
-        key, value = jnp.concatenate([latent, key_pe], axis=-1)[:, None], latent[:, None]
-        return self("", jnp.concatenate([q_nope, q_pe], axis=-1), key, value, options)
+        key, q = jnp.concatenate([latent, key_pe], axis=-1), jnp.concatenate([q_nope, q_pe], axis=-1)
+        if picks is None:
+            return self("", q, key[:, None], latent[:, None], options)
+        named = (picks[:, :, None] == jnp.arange(len(key))).any(axis=1)
+        weights = softmax(jnp.einsum("qhd,kd->hqk", q, key) * options.sm_scale, named, None)
+        return jnp.einsum("hqk,kd->qhd", weights, latent)
+
+    def pick_tokens(self, layer_name: str, q: jax.Array, weights: jax.Array, keys: jax.Array, topk: int) -> jax.Array:
+        """The tokens of the highest scores at or before the query."""
+        keys = self._stored(layer_name, keys)
+        scores = jnp.einsum("th,the->te", weights, jax.nn.relu(jnp.einsum("thd,ed->the", q, keys)))
+        best, picked = jax.lax.top_k(jnp.where(jnp.tri(len(keys), dtype=bool), scores, -jnp.inf), min(topk, len(keys)))
+        return jnp.where(best > -jnp.inf, picked, -1)
 
     def compress(
         self,

@@ -38,7 +38,8 @@ import numpy as np
 from kvjax.demo import demo_model_path
 
 GOLDENS = Path(__file__).parent / "goldens"
-# Tokens of the widest window, chunk, compressed entry or block of states that a family has; 0: it has none.
+# Tokens of the widest window, chunk, choice of an indexer, compressed entry or block of states that a family has; 0: it
+# has none.
 FAMILIES = {
     "llama": 0,
     "llama_linear": 0,
@@ -58,6 +59,10 @@ FAMILIES = {
     "llama4": 32,
     "deepseek_v2": 0,
     "deepseek_v3": 0,
+    "deepseek_v32": 16,
+    "deepseek_v32_odd": 13,
+    "glm_moe_dsa": 16,
+    "glm_moe_dsa_odd": 13,
     "deepseek_v4": 128,
     "deepseek_v4_sparse": 128,
     "gemma3n": 16,

@@ -27,7 +27,7 @@ from tests.models.golden_models import Golden, goldens_of
 from tests.models.speculating import ITSELF, NUM_DRAFTS, RANDOM, WrongDrafts, speculating_engine, wrong_engine
 
 # Targets of prompt lookup and draft models outside sweeps: one of each kind of layer.
-DRAFTED_FAMILIES = ("gemma3", "llama4", "deepseek_v3", "kimi_linear", "whisper")
+DRAFTED_FAMILIES = ("gemma3", "llama4", "deepseek_v32", "kimi_linear", "whisper")
 # And of wrong drafts: tests/device/steps/test_drafts.py has the other kinds of recurrent states and entries.
 WRONG_DRAFTED_FAMILIES = ("gemma3", "deepseek_v4", "kimi_linear", "whisper")
 # Models that cannot draft: recurrent states do not go back, and drafts see no encoder and no vectors.

@@ -1,6 +1,7 @@
 """DeepSeek V4's attention: an indexer picks entries of several tokens, attended to beside a window of latents.
 
 Flow:    index queries + LayerStep -> [pick_entries] -> indices -> [attend_compressed] -> outputs, pages of the window
+         index queries and keys + LayerStep -> [pick_tokens] -> indices -> latent_attention.attend_picked (V3.2)
 Source:  pallas_kernels.indexer_topk, pallas_kernels.sparse_mla_attention
 
 Window and entries may lie in pages of one array. It is then read once the window is written: XLA would copy an array
@@ -39,9 +40,47 @@ def pick_entries(
         NotImplementedError: the layer's pages do not hold entries of several tokens.
     """
     _check_entries(layer)
+    best = _best(layer, q, topk)
+    picked: jax.Array = layer.per_device(best, WHOLE, WHOLE)(q, weights, layer.pages, layer.entry_tables)
+    return picked
+
+
+def pick_tokens(
+    layer: LayerStep,
+    q: jax.Array,  # [T, num_index_heads, index_dim]
+    weights: jax.Array,  # [T, num_index_heads]
+    keys: jax.Array,  # [T, index_dim]
+    topk: int,
+) -> tuple[jax.Array, Column]:
+    """int32[T, topk], the tokens of the highest scores and -1 after the last; and the pages, after `keys` are written.
+
+    Raises:
+        ValueError: shapes are not the spec's.
+        NotImplementedError: the pages do not hold a key for every token, or context ranks share the tokens.
+    """
+    if layer.spec.tokens_per_state != 1:
+        raise NotImplementedError(
+            f"layer {layer.name!r}: expected a cache of a key for each token, got one for {layer.spec.tokens_per_state}"
+        )
+    layer.check_no_context("picks of an indexer")
+    best, entries = _best(layer, q, topk), entry_format(layer, q.shape[-1])
+
+    def pick(q, weights, keys, pages, slot_mapping, tables):  # type: ignore[no-untyped-def]
+        sizes: dict[str, Any] = {"entries": entries, "page_size": layer.page_size}
+        pages = latent_write(keys, pages, slot_mapping, **sizes, backend=layer.backend)
+        return best(q, weights, pages, tables), pages
+
+    rows = layer.by_rank
+    pick_on_each = layer.per_device(pick, (rows, rows, rows, layer.page_specs, rows, rows), (rows, layer.page_specs))
+    picked, pages = pick_on_each(q, weights, keys, layer.pages, layer.group.slot_mapping, layer.tables)
+    return picked, pages
+
+
+def _best(layer: LayerStep, q: jax.Array, topk: int) -> Any:
+    """The op on queries, weights, pages and tables, with the sizes of the layer's pages."""
     entries = entry_format(layer, q.shape[-1])
 
-    def pick(q, weights, pages, tables):  # type: ignore[no-untyped-def]
+    def best(q, weights, pages, tables):  # type: ignore[no-untyped-def]
         return indexer_topk(
             q,
             weights,
@@ -54,8 +93,7 @@ def pick_entries(
             backend=layer.backend,
         )
 
-    picked: jax.Array = layer.per_device(pick, WHOLE, WHOLE)(q, weights, layer.pages, layer.entry_tables)
-    return picked
+    return best
 
 
 def _window_schedule(layer: LayerStep, num_tokens: int, sliding_window: int) -> SparseSchedule:
@@ -167,4 +205,4 @@ def _check_entries(layer: LayerStep) -> None:
         )
 
 
-__all__ = ["attend_compressed", "check_window", "pick_entries"]
+__all__ = ["attend_compressed", "check_window", "pick_entries", "pick_tokens"]

@@ -1,7 +1,8 @@
 """Multi-head latent attention, absorbed: the step's latents are written into the layer's pages, then queries attend.
 
 Flow:    absorbed queries, latents, rotated keys of a layer + LayerStep -> [attend_latent] -> outputs, the layer's pages
-Source:  pallas_kernels.mla_paged_attention
+         the same and picks of an indexer -> [attend_picked] -> the same
+Source:  pallas_kernels.mla_paged_attention, pallas_kernels.sparse_mla_attention
 
 One entry [latent | rotated key] of a token serves all query heads. So on a mesh every tensor rank holds all latents,
 writes the same, and attends with its own query heads; context ranks share the tokens.
@@ -13,11 +14,15 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kvjax.device.layers.attention_options import AttentionOptions
+from kvjax.device.layers.entry_formats import entry_format
 from kvjax.device.layers.layer_step import WHOLE, LayerStep
 from kvjax.device.mesh import context_ranks
 from kvjax.device.pages.kv_pages import Column
+from pallas_kernels import sparse_mla_attention as sparse
+from pallas_kernels.latent_write import latent_write
 from pallas_kernels.mla_paged_attention import mla_paged_attention, plan
 from pallas_kernels.ragged_paged_attention import MaskRule
 
@@ -77,6 +82,72 @@ def attend_latent(
     return out, pages
 
 
+def attend_picked(
+    layer: LayerStep,
+    q_nope: jax.Array,  # [T, num_q_heads, latent_dim] queries times the key projection of their head
+    q_pe: jax.Array,  # [T, num_q_heads, rope_dim]
+    latent: jax.Array | None,  # [T, latent_dim]; None: the pages hold the latents already
+    key_pe: jax.Array | None,  # [T, rope_dim], likewise
+    options: AttentionOptions,
+    picks: jax.Array,  # int32[T, K] tokens of its request that each sees, -1: none
+) -> tuple[jax.Array, Column]:
+    """[T, num_q_heads, latent_dim] and the pages.
+
+    A whole entry is taken as key and value; what comes of its rotated part is left out.
+
+    Raises:
+        ValueError: shapes are not the spec's, or the options have more than `sm_scale`.
+        NotImplementedError: the pages do not hold a latent for every token, or context ranks share the tokens.
+    """
+    _check(layer, q_nope, q_pe, latent, key_pe)
+    if options != AttentionOptions(sm_scale=options.sm_scale):
+        raise ValueError(f"layer {layer.name!r}: expected sm_scale alone where tokens are picked, got {options}")
+    num_tokens, latent_dim = q_nope.shape[0], q_nope.shape[-1]
+    if picks.ndim != 2 or picks.shape[0] != num_tokens or picks.dtype != jnp.int32:
+        raise ValueError(
+            f"layer {layer.name!r}: expected picks int32[{num_tokens}, K], got {picks.dtype}{list(picks.shape)}"
+        )
+    layer.check_no_context("picks of an indexer")
+    sizes: dict[str, Any] = {
+        "entries": entry_format(layer, latent_dim + q_pe.shape[-1]),
+        "page_size": layer.page_size,
+    }
+    schedule = None
+    if layer.plans_for_all:
+        windows: dict[str, Any] = {"sliding_window": 0, "page_size": layer.page_size}
+        schedule = layer.planned(
+            ("picked", num_tokens), lambda: sparse.plan(*layer.tables, num_tokens=num_tokens, **windows)
+        )
+
+    def attend(q, new, pages, tables, slot_mapping, picks, schedule):  # type: ignore[no-untyped-def]
+        if new is not None:
+            pages = latent_write(new, pages, slot_mapping, **sizes, backend=layer.backend)
+        result = sparse.sparse_mla_attention(
+            q,
+            pages,
+            *tables,
+            compressed_pages=pages,
+            compressed_tables=tables[0],
+            compressed_page_size=layer.page_size,
+            tokens_per_state=1,
+            topk_indices=picks,
+            sm_scale=options.sm_scale,
+            sliding_window=0,
+            schedule=schedule,
+            **sizes,
+            backend=layer.backend,
+        )
+        return result.out[..., :latent_dim], pages
+
+    q = jnp.concatenate([q_nope, q_pe], axis=-1)
+    new = None if latent is None or key_pe is None else jnp.concatenate([latent, key_pe], axis=-1)
+    heads, rows = layer.heads(3, 1), layer.by_rank
+    in_specs = (heads, rows, layer.page_specs, rows, rows, rows, WHOLE)
+    attend_on_each = layer.per_device(attend, in_specs, (heads, layer.page_specs))
+    out, pages = attend_on_each(q, new, layer.pages, layer.tables, layer.group.slot_mapping, picks, schedule)
+    return out, pages
+
+
 def _schedule(layer: LayerStep, q_nope: jax.Array, q_pe: jax.Array, options: AttentionOptions) -> Any:
     """The plan of the step for the layers of the group with such queries and mask, on each device alike."""
     num_shards = layer.placement.num_shards
@@ -116,4 +187,4 @@ def _check(
         )
 
 
-__all__ = ["attend_latent"]
+__all__ = ["attend_latent", "attend_picked"]

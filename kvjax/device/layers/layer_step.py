@@ -112,6 +112,14 @@ class LayerStep:
             return None
         return PartitionSpec() if x.ndim == 0 else self.placement.head_spec(1, 0)
 
+    def check_no_context(self, what: str) -> None:
+        """Raises NotImplementedError where context ranks share the tokens of a page, of which `what` cannot do."""
+        if self.placement.num_context > 1:
+            raise NotImplementedError(
+                f"layer {self.name!r}: {what} do not work where {self.placement.num_context} context ranks share the "
+                f"tokens of a page; expected one"
+            )
+
     def check_query_heads(self, num_heads: int) -> None:
         """Raises ValueError where query heads of a layer without KV heads do not split over the devices."""
         num_shards = self.placement.num_shards

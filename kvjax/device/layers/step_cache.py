@@ -10,6 +10,7 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
     a layer calls                                              where its pages hold
     cache("layers.3", q, k, v, options)                        K and V per head
     cache.attend_latent("layers.3", q_nope, q_pe, ...)         a latent per token
+    cache.pick_tokens("layers.3.indexer", q, weights, ...)     an indexer's key per token
     cache.attend_cross("layers.3", q, options)                 K and V per head of an encoder's tokens
     cache.update_states("layers.3", update, inputs, ...)       recurrent states
     cache.compress("layers.3.compressed", kv, scores, ...)     entries of several tokens, and the states to make them
@@ -30,11 +31,11 @@ from kvjax.core.kinds.ring_state import RingStateSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.inputs.batch import DeviceBatch
 from kvjax.device.layers.attention_options import AttentionOptions
-from kvjax.device.layers.compressed_attention import attend_compressed, check_window, pick_entries
+from kvjax.device.layers.compressed_attention import attend_compressed, check_window, pick_entries, pick_tokens
 from kvjax.device.layers.cross_attention import attend_cross
 from kvjax.device.layers.entry_compressor import FinishEntries, check_entries, make_entries, write_entries
 from kvjax.device.layers.kv_attention import attend_kv, write_kv
-from kvjax.device.layers.latent_attention import attend_latent
+from kvjax.device.layers.latent_attention import attend_latent, attend_picked
 from kvjax.device.layers.layer_step import LayerStep
 from kvjax.device.layers.ring_states import RingSizes
 from kvjax.device.layers.state_update import RecurrentStep, StateUpdate, check_states, update_states
@@ -136,18 +137,42 @@ class StepCache:
         latent: jax.Array | None,  # [T, latent_dim] normed; None: the layer reads another's pages
         key_pe: jax.Array | None,  # [T, rope_dim] rotated; None likewise
         options: AttentionOptions,
+        picks: jax.Array | None = None,  # int32[T, K] of `pick_tokens`, the tokens that each sees; None: all before it
     ) -> jax.Array:  # [T, num_q_heads, latent_dim], to be multiplied by the value projection
         """Writes the layer's latents of this step, then attends over all that its requests have (MLA, absorbed).
 
         A layer of `shared_layers` comes without latents. On a mesh query heads are split, latents are whole.
 
         Raises:
-            ValueError: as of a call with K and V; or the options have `v_scale`: a latent is key and value.
-            NotImplementedError: the layer's pages do not hold a latent for every token.
+            ValueError: as of a call with K and V; or the options have `v_scale`: a latent is key and value; or with
+                `picks` more than `sm_scale`.
+            NotImplementedError: the layer's pages do not hold a latent for every token; or there are `picks`, and
+                context ranks share the tokens.
         """
         layer = self._layer(layer_name)
         self._check_writes(layer_name, "latents", latent, key_pe)
+        if picks is not None:
+            return self._ran(layer_name, *attend_picked(layer, q_nope, q_pe, latent, key_pe, options, picks))
         return self._ran(layer_name, *attend_latent(layer, q_nope, q_pe, latent, key_pe, options))
+
+    def pick_tokens(
+        self,
+        layer_name: str,  # of the indexer
+        q: jax.Array,  # [T, num_index_heads, index_dim]
+        weights: jax.Array,  # [T, num_index_heads]
+        keys: jax.Array,  # [T, index_dim]
+        topk: int,
+    ) -> jax.Array:  # int32[T, topk] -1: none
+        """Writes the indexer's keys of this step; then the tokens up to each of the highest scores.
+
+        A score is `sum over heads of weight * relu(q . key)`. On a mesh everything is whole.
+
+        Raises:
+            ValueError: the layer is unknown or ran before, or shapes are not its spec's.
+            NotImplementedError: its pages do not hold a key for every token, or context ranks share the tokens.
+        """
+        picked, pages = pick_tokens(self._layer(layer_name), q, weights, keys, topk)
+        return self._ran(layer_name, *jax.lax.optimization_barrier((picked, pages)))
 
     def compress(
         self,

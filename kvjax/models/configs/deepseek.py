@@ -1,6 +1,7 @@
 """DeepSeek V2 and V3: latent attention, experts behind the first dense layers. No jax.
 
 Flow:    config.json -> [DeepseekV2Config, DeepseekV3Config] -> decoders.deepseek
+         those with an indexer -> configs.deepseek_v32
 Source:  transformers' configuration_deepseek_{v2,v3}.py, whose defaults files on the Hub leave out; arXiv 2405.04434
          and 2412.19437
 """
@@ -28,6 +29,7 @@ class DeepseekConfig(DecoderConfig):
             "aux_loss_alpha",
             "ep_size",
             "head_dim",  # of transformers: that of the rotated part
+            "index_share_for_mtp_iteration",
             "num_mtp_layers",
             "qk_head_dim",
             "seq_aux",
@@ -40,11 +42,17 @@ class DeepseekConfig(DecoderConfig):
     first_expert_layer: int
     num_prediction_layers: int = 0  # after the last, for tokens further on; not computed here
     router_bias: bool  # experts are chosen by score plus a bias
+    indexed_layers: tuple[int, ...] = ()  # with an indexer; the others see what the last one before them picked
 
     @property
     def cache_words(self) -> str:
-        """The latent of a layer."""
-        return f"a latent of {self.attention.latent_dim + self.attention.rope_dim}"
+        """The latent of a layer, and the key of its indexer."""
+        attention = self.attention
+        latent = f"a latent of {attention.latent_dim + attention.rope_dim}"
+        if attention.indexer is None:
+            return latent
+        layers = "" if len(self.indexed_layers) == self.num_layers else f" in {len(self.indexed_layers)} layers"
+        return f"{latent}, an indexer's key of {attention.indexer.head_dim}{layers}"
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -57,9 +65,18 @@ class DeepseekConfig(DecoderConfig):
         return tuple(f"layers.{self.num_layers + i}." for i in range(self.num_prediction_layers))
 
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
-        """Cache of every layer by its name, `layers.{i}`; `dtype` None: the model's own."""
-        spec = self.attention.spec(block_size or self.default_block_size, dtype or self.dtype)
-        return {f"layers.{i}": spec for i in range(self.num_layers)}
+        """Cache of every layer by its name, `layers.{i}`, and `layers.{i}.indexer` of its indexer's keys.
+
+        `dtype` None: the model's own.
+        """
+        block_size, dtype = block_size or self.default_block_size, dtype or self.dtype
+        latents: dict[str, KVCacheSpec] = dict.fromkeys(
+            (f"layers.{i}" for i in range(self.num_layers)), self.attention.spec(block_size, dtype)
+        )
+        if self.attention.indexer is None:
+            return latents
+        keys = self.attention.indexer.spec(block_size, dtype)
+        return latents | {f"layers.{i}.indexer": keys for i in self.indexed_layers}
 
     @property
     def split_units(self) -> Mapping[str, int]:
@@ -140,19 +157,24 @@ class DeepseekV3Config(DeepseekConfig):
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
-        keys.take_choice("topk_method", ("noaux_tc",), "noaux_tc")
-        keys.take_choice("scoring_func", ("sigmoid",), "sigmoid")
-        return cls(
-            **take_deepseek_fields(keys),
-            experts=ExpertsConfig(
-                **take_expert_sizes(keys),
-                **take_groups(keys),
-                norm_topk=keys.take_flag("norm_topk_prob", True),
-                score="sigmoid",
-                scale=keys.take_float("routed_scaling_factor", 2.5),
-            ),
-            router_bias=True,
-        )
+        return cls(**take_v3_fields(keys))
+
+
+def take_v3_fields(keys: ConfigKeys) -> dict[str, Any]:
+    """The fields of DeepSeek V3, which those with an indexer have too."""
+    keys.take_choice("topk_method", ("noaux_tc",), "noaux_tc")
+    keys.take_choice("scoring_func", ("sigmoid",), "sigmoid")
+    return {
+        **take_deepseek_fields(keys),
+        "experts": ExpertsConfig(
+            **take_expert_sizes(keys),
+            **take_groups(keys),
+            norm_topk=keys.take_flag("norm_topk_prob", True),
+            score="sigmoid",
+            scale=keys.take_float("routed_scaling_factor", 2.5),
+        ),
+        "router_bias": True,
+    }
 
 
 def take_deepseek_fields(keys: ConfigKeys) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3.
+"""DeepSeek V2, V3 and V3.2, and GLM 5.
 
-Flow:    DeepseekV2Config, DeepseekV3Config -> [DeepseekDecoder]
-Source:  transformers' modeling_deepseek_{v2,v3}.py, with whose outputs it agrees
+Flow:    DeepseekV2Config, DeepseekV3Config, DeepseekV32Config, GlmMoeDsaConfig -> [DeepseekDecoder]
+Source:  transformers' modeling_deepseek_{v2,v3,v32}.py and modeling_glm_moe_dsa.py, with whose outputs it agrees
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from kvjax.models.configs.deepseek import DeepseekConfig
 from kvjax.models.configs.parts.glm import Glm4MoeConfig
 from kvjax.models.decoders.llama import dense_part
 from kvjax.models.layers.attention.latent import LatentAttention
+from kvjax.models.layers.attention.token_indexer import TokenIndexer
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.layers.experts import SparseFeedForward
@@ -20,14 +21,24 @@ from kvjax.models.layers.make import Make
 
 
 class DeepseekDecoder(Decoder):
-    """Latent attention, and experts but in the first layers."""
+    """Latent attention, of all tokens or those that an indexer picks; experts but in the first layers."""
 
     @staticmethod
     def make_layer(config: DeepseekConfig, layer: int, make: Make) -> nnx.Module:
         """One layer."""
-        attention = LatentAttention(config.hidden_size, config.attention, f"layers.{layer}", make)
+        attention = LatentAttention(
+            config.hidden_size, config.attention, f"layers.{layer}", make, indexer=indexer_part(config, layer, make)
+        )
         mlp = feed_forward_part(config, layer, make)
         return PreNormBlock(config, make, self_attn=attention, mlp=mlp)
+
+
+def indexer_part(config: DeepseekConfig, layer: int, make: Make) -> TokenIndexer | None:
+    """The layer's indexer, if it has one."""
+    attention = config.attention
+    if attention.indexer is None or attention.query_rank is None or layer not in config.indexed_layers:
+        return None
+    return TokenIndexer(config.hidden_size, attention.query_rank, attention.indexer, f"layers.{layer}", make)
 
 
 def feed_forward_part(

@@ -42,6 +42,7 @@ class ForwardStep:
     cache: Any  # a Cache; recurrent and other kinds of layers call further methods
     max_model_len: int
     rows: jax.Array | None = None  # int32[N] tokens whose hidden states are wanted, in the last layer; None: all
+    picks: jax.Array | None = None  # int32[T, K] tokens that the last indexer named, for layers without one
     _tables: dict[tuple[RopeConfig, int], RopeTables] = field(default_factory=dict)
 
     def mark_layer(self) -> None:

@@ -27,6 +27,8 @@ def bytes_a_token(name: str) -> int:
     [
         # "Insights into DeepSeek-V3" (arXiv 2505.09343), table 1: 70.272 KB a token.
         ("deepseek-v3", 70_272),
+        # Of its layers, and 128 numbers of two bytes of each layer's indexer.
+        ("deepseek-v3.2", 70_272 + 61 * 128 * 2),
         # 36 layers * 8 heads * (64 + 64) * 2 bytes; half of it in windows of 128 tokens (gpt-oss model card, arXiv
         # 2508.10925: 36 layers, 8 KV heads of 64, alternately full and banded of 128).
         ("gpt-oss-120b", 73_728),

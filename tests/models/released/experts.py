@@ -1,4 +1,4 @@
-"""Models with experts: Mixtral, Qwen3, DeepSeek and Kimi K2, GPT-OSS, GLM 4.5, MiniMax M2, Nemotron 3."""
+"""Models with experts: Mixtral, Qwen3, DeepSeek, Kimi K2, GPT-OSS, GLM 4.5 and 5, MiniMax M2, Nemotron 3."""
 
 from __future__ import annotations
 
@@ -92,6 +92,25 @@ DEEPSEEK_V3 = DEEPSEEK | {
     "topk_group": 4,
     "topk_method": "noaux_tc",
     "vocab_size": 129_280,
+}
+GLM5: Data = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 256,
+    "vocab_size": 154_880,
 }
 KIMI_K2 = DEEPSEEK_V3 | {
     "aux_loss_alpha": 0.001,
@@ -284,6 +303,9 @@ SPARSE = (
     ),
     Released("deepseek-ai/DeepSeek-V2-Lite", MLC, sized(DEEPSEEK_V2_LITE, (2048, 10_944, 27, 16, 16))),
     Released("deepseek-ai/DeepSeek-R1", AIC, sized(DEEPSEEK_V3, (7168, 18_432, 61, 128, 128))),
+    Released(
+        "zai-org/GLM-5-FP8", AIC, sized(GLM5, (6144, 12_288, 78, 64, 64), head_dim=64, max_position_embeddings=202_752)
+    ),
     Released("moonshotai/Kimi-K2-Instruct", AIC, sized(KIMI_K2, (7168, 18_432, 61, 64, 64))),
     Released(
         "openai/gpt-oss-20b",

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "window": ({"window": 140, "q_dtype": "bfloat16", **BFLOAT16}, True),
     "all": ({"ratio": 1, "entry_page_size": 2, **FP8_PAGES}, False),
     "picks": ({"ratio": 4, "topk": 5, "q_dtype": "bfloat16", "entry_page_size": 8, **FP8_PAGES}, True),
+    "picks alone": ({"window": 0, "ratio": 1, "topk": 9, "entry_page_size": 16, **BFLOAT16}, True),
 }
 
 

@@ -40,6 +40,14 @@ def test_window_slots() -> None:
     assert schedule.num_entries(4).tolist() == [2, 2, 0, 0, 0]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_without_a_window_the_picks_alone_are_seen(has_sinks: bool) -> None:
+    """Holes and tokens of the future among them; a token that names nothing gives 0."""
+    sinks = np.array([0.5, -np.inf, 3.0]) if has_sinks else None
+    for seed in range(3):
+        assert_matches_oracle(make_case(seed, Shape(window=0, ratio=1, topk=3)), sinks)
+
+
 def test_unnamed_rows_of_padding_have_no_tokens() -> None:
     """Rows after the last real one are padding whatever their starts say."""
     step = (jnp.ones((3, 2), jnp.int32), jnp.int32([2, 3, 3]), jnp.int32([0, 2, 3, 4]), jnp.int32([0, 0, 1]))

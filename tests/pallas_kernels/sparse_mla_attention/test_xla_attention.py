@@ -22,6 +22,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"window": 140, "q_dtype": "bfloat16"},
     {"ratio": 4, "topk": 5, "entries": FP8, "latent": LatentShape(FP8.width(24), 6, "int8", "tpu")},
     {"ratio": 1},
+    {"window": 0, "ratio": 1, "topk": 13, "q_dtype": "bfloat16"},
 )
 
 

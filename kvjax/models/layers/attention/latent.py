@@ -1,6 +1,7 @@
 """Multi-head latent attention, absorbed: queries meet latents, so that no head's keys and values are ever made.
 
 Flow:    hidden[T, d] -> queries, latent, shared key -> [LatentAttention], cache.attend_latent -> hidden[T, d]
+         queries before their last projection -> TokenIndexer -> the tokens that are seen, where they are picked
 Source:  DeepSeek V2 (arXiv 2405.04434, section 2.1 and appendix C); transformers' modeling_deepseek_{v2,v3}.py
 
 A head's key is `key_up @ latent`, so a score is `q . (key_up @ latent) = (q @ key_up) . latent`; and its output is the
@@ -17,6 +18,7 @@ from flax import nnx
 
 from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.models.configs.latent_attention import LatentAttentionConfig
+from kvjax.models.layers.attention.token_indexer import TokenIndexer
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
 from kvjax.models.layers.rotary import apply_rope
@@ -24,9 +26,20 @@ from kvjax.models.tensor_sources import HeadPart, TensorSource
 
 
 class LatentAttention(nnx.Module):
-    """Self-attention of one layer over a cache of latents."""
+    """Self-attention of one layer over a cache of latents.
 
-    def __init__(self, size: int, config: LatentAttentionConfig, layer_name: str, make: Make) -> None:
+    Where tokens are picked, a layer without an indexer sees those of the last layer with one.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        config: LatentAttentionConfig,
+        layer_name: str,
+        make: Make,
+        *,
+        indexer: TokenIndexer | None = None,
+    ) -> None:
         heads, latent_dim, rank = config.num_heads, config.latent_dim, config.query_rank
         if rank is None:
             self.q_proj = make.columns(size, heads * config.key_dim, units=heads)
@@ -39,6 +52,7 @@ class LatentAttention(nnx.Module):
         self.key_up = make.param(heads, config.nope_dim, latent_dim, scale=latent_dim**-0.5)
         self.value_up = make.param(heads, config.value_dim, latent_dim, scale=latent_dim**-0.5)
         self.o_proj = make.rows(heads * config.value_dim, size, bias=config.bias, units=heads)
+        self.indexer = indexer
         self.config = config
         self.layer_name = layer_name
         self.options = AttentionOptions(sm_scale=config.sm_scale)
@@ -58,21 +72,33 @@ class LatentAttention(nnx.Module):
     def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:  # [T, d] -> [T, d]
         """Attention over the layer's cache, the step's own tokens included."""
         config = self.config
-        q = self._queries(hidden).reshape(hidden.shape[0], config.num_heads, config.key_dim)
+        queries = self._query_latents(hidden)
+        q = self._queries(queries).reshape(hidden.shape[0], config.num_heads, config.key_dim)
         q_nope, q_pe = jnp.split(q, [config.nope_dim], axis=-1)
         latent, key_pe = jnp.split(self.kv_a_proj_with_mqa(hidden), [config.latent_dim], axis=-1)
-        if config.rope is not None:
-            tables = step.rope_tables(config.rope, config.rope_dim)
+        tables = None if config.rope is None else step.rope_tables(config.rope, config.rope_dim)
+        if tables is not None:
             q_pe = apply_rope(q_pe, tables, interleaved=config.rope_interleaved)
             key_pe = apply_rope(key_pe[:, None], tables, interleaved=config.rope_interleaved)[:, 0]
+        if self.indexer is not None:
+            step.picks = self.indexer(hidden, queries, step, tables)
         absorbed = jnp.einsum("thn,hnl->thl", q_nope, self.key_up[...])
         out = step.cache.attend_latent(
-            self.layer_name, absorbed, q_pe, self.kv_a_layernorm(latent), key_pe, self.options
+            self.layer_name, absorbed, q_pe, self.kv_a_layernorm(latent), key_pe, self.options, *self._picks(step)
         )
         values = jnp.einsum("thl,hvl->thv", out, self.value_up[...])
         return self.o_proj(values.reshape(hidden.shape[0], -1))
 
-    def _queries(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, heads * key_dim]
-        if self.config.query_rank is None:
-            return self.q_proj(hidden)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+    def _picks(self, step: ForwardStep) -> tuple[jax.Array, ...]:
+        """The tokens that are seen, as the last argument, where they are picked."""
+        if self.config.indexer is None:
+            return ()
+        assert step.picks is not None  # the first layer has an indexer
+        return (step.picks,)
+
+    def _query_latents(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, rank]
+        """What queries are projected from: hidden states themselves at full rank."""
+        return hidden if self.config.query_rank is None else self.q_a_layernorm(self.q_a_proj(hidden))
+
+    def _queries(self, latents: jax.Array) -> jax.Array:  # [T, rank] -> [T, heads * key_dim]
+        return self.q_proj(latents) if self.config.query_rank is None else self.q_b_proj(latents)

@@ -1,0 +1,112 @@
+"""What is peculiar to DeepSeek V3.2 and GLM 5: an indexer beside latents, layers that share what one picks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvjax.errors import ConfigError
+from kvjax.models import LoadedModel, ModelConfig, load_model
+from tests.device.dense_cache import DenseCache
+from tests.models.golden_models import goldens_of, model_folder
+
+
+def golden_config(name: str, **changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model_folder(name) / "config.json").read_text())
+    return config | changes
+
+
+def parsed(name: str, **changes: Any) -> Any:
+    return ModelConfig.from_dict(golden_config(name, **changes), where="here")
+
+
+def hidden_of(model: LoadedModel, prompt: np.ndarray) -> np.ndarray:
+    """float32[num_tokens, hidden] of a whole prompt over dense attention."""
+    tokens = jnp.asarray(prompt)
+    return np.asarray(model.module(tokens, jnp.arange(len(prompt), dtype=jnp.int32), DenseCache()))
+
+
+def test_texts_up_to_what_is_picked_have_plain_latent_attention(tmp_path: Path) -> None:
+    """The same weights as DeepSeek V3, without the indexer, give the same states; longer texts differ."""
+    folder = tmp_path / "plain"
+    shutil.copytree(model_folder("deepseek_v32"), folder)
+    config = golden_config("deepseek_v32", architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
+    left_out = ("index_", "layer_types", "mlp_layer_types", "mlp_bias")
+    config = {key: value for key, value in config.items() if not key.startswith(left_out)}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: x for name, x in tensors.items() if ".indexer." not in name}, folder / "model.safetensors")
+    plain, picking = load_model(folder, "float32"), load_model(model_folder("deepseek_v32"), "float32")
+    prompt = goldens_of("deepseek_v32")[2].prompt
+    num_picked = parsed("deepseek_v32").attention.indexer.topk
+    states, expected = hidden_of(picking, prompt), hidden_of(plain, prompt)
+    np.testing.assert_allclose(states[:num_picked], expected[:num_picked], atol=1e-5, rtol=0)
+    assert np.abs(states[num_picked:] - expected[num_picked:]).max() > 0.01
+
+
+def test_keys_have_a_cache_beside_the_latents_of_layers_with_an_indexer() -> None:
+    """Of fp8 in bytes with a scale of four."""
+    config = parsed("glm_moe_dsa")
+    specs = config.kv_cache_specs(8, "bfloat16")
+    assert list(specs) == ["layers.0", "layers.1", "layers.2", "layers.0.indexer", "layers.2.indexer"]
+    assert (specs["layers.1"].head_size, specs["layers.2.indexer"].head_size) == (32, 12)
+    assert len({spec.table_key for spec in specs.values()}) == 1
+    short = config.kv_cache_specs(8, "float8_e4m3fn")["layers.0.indexer"]
+    assert (short.head_size, short.dtype) == (16, "int8")
+    assert config.cache_words == "a latent of 32, an indexer's key of 12 in 2 layers"
+    assert parsed("deepseek_v32").cache_words == "a latent of 32, an indexer's key of 12"
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"index_topk_pattern": "FSSF"}, (0, 3)),
+        ({"index_topk_pattern": ["full", "full", "shared", "shared"]}, (0, 1)),
+        ({}, (0, 1, 2, 3)),
+        ({"index_topk_freq": 2}, (0, 1, 3)),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, (0, 3)),
+        ({"indexer_types": ["full", "shared", "shared", "shared"], "index_topk_pattern": "FFFF"}, (0,)),
+    ],
+)
+def test_layers_with_an_indexer_are_told_in_three_ways(changes: dict[str, Any], layers: tuple[int, ...]) -> None:
+    """Names go before letters, letters before a count."""
+    changes = {"indexer_types": None, "num_hidden_layers": 4, "layer_types": None, "mlp_layer_types": None} | changes
+    assert parsed("glm_moe_dsa", **changes).indexed_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["shared", "full", "full"]},
+            r"indexer_types of full and shared for each of 3 layers, the first full, got \['shared'",
+        ),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 2}, "for each of 3 layers, the first full, got"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "expected 'indexer_rope_interleave' to be true, got false"),
+        ("deepseek_v32", {"indexer_rope_interleave": True}, "'indexer_rope_interleave' to be false, got true"),
+        ("deepseek_v32", {"rope_interleave": False}, "expected 'rope_interleave' to be true, got false"),
+        ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim of at least the 8 numbers that are rotated .* got 4"),
+        (
+            "deepseek_v32",
+            {"q_lora_rank": None},
+            "expected a 'q_lora_rank', whose numbers the indexer projects, got null",
+        ),
+        (
+            "deepseek_v32",
+            {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            r"mlp_layer_types of 3 layers, dense ones and then sparse ones, got \['sparse', 'dense', 'sparse'\]",
+        ),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ],
+)
+def test_configs_that_mean_something_else_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parsed(name, **changes)
