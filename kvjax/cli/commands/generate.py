@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -49,7 +50,7 @@ from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, FinishReason, SpeculativeConfig
 from kvjax.engine.front.pool_picture import pool_picture
-from kvjax.errors import TierDataError
+from kvjax.errors import NeverHitsWarning, TierDataError
 from kvjax.models.config import StreamingWindow
 from kvjax.replay.misses import miss_table
 from kvjax.text import count_of, format_bytes
@@ -69,6 +70,7 @@ EXAMPLES = (
     ),
 )
 SETTINGS = ("enable_prefix_caching", "sub_block_hits", "idle_state_dtype", "state_block_size", "ring_tokens")
+SIZES = ("block_size", "num_blocks", "memory_bytes", "max_model_len")
 RULES = ("eviction_policy",)  # what a release of vLLM decides
 MAX_BUCKETS = 2  # one for decoding, one for all else: a run from the command line is short
 
@@ -165,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         for prompt, (_, checkpoints) in zip(prompts, tokens, strict=True)
     ]
     config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens, speculative)
-    engine = _make_engine(model, config, mesh, draft_model)
+    engine = _make_engine(args, model, config, mesh, draft_model)
     if model.tokenizer is not None and not args.quiet:
         params = [replace(one, stream_text=True) for one in params]
     requests = list(zip(prompts, token_ids, params, inputs, strict=True))
@@ -264,11 +266,19 @@ def _ample_blocks(args: argparse.Namespace, model: LoadedModel, max_model_len: i
 
 
 def _make_engine(
-    model: LoadedModel, config: EngineConfig, mesh: Mesh | None, draft_model: LoadedModel | None
+    args: argparse.Namespace,
+    model: LoadedModel,
+    config: EngineConfig,
+    mesh: Mesh | None,
+    draft_model: LoadedModel | None,
 ) -> LLMEngine:
+    """The engine. That no prompt can ever hit is only said of sizes that were chosen."""
     from kvjax.engine import LLMEngine
 
-    return LLMEngine(model, config, mesh=mesh, draft_model=draft_model)
+    with warnings.catch_warnings():
+        if all(getattr(args, name) is None for name in SIZES):
+            warnings.simplefilter("ignore", NeverHitsWarning)
+        return LLMEngine(model, config, mesh=mesh, draft_model=draft_model)
 
 
 def _local_layers(engine: LLMEngine) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 
-def use_compilation_cache(folder: str | None = None) -> None:
+def use_compilation_cache(folder: str | Path | None = None) -> None:
     """Keeps this process's compiled programs in `folder`; None: in the user's cache folder, unless jax has a place.
 
     Every program is kept, however fast it compiled, unless jax is told otherwise: an engine has many small ones. No

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.options.manager_options import ManagerOptions
@@ -105,7 +106,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     tiers: TierConfig | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = field(default=None, hash=False)
-    compilation_cache: bool | str = False
+    compilation_cache: bool | str | Path = False
     steps_between_checks: int = 16
     process_timeout_s: float = 600.0
 

@@ -9,20 +9,20 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
 import pytest
 
-from kvjax.cli.commands.generate import _about, _engine_config, add_arguments
+from kvjax.cli.commands.generate import _about, _engine_config, _make_engine, add_arguments
 from kvjax.cli.generate.prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate.report import totals_lines
 from kvjax.cli.generate.stream import OrderedTextPrinter, prompt_tail
 from kvjax.cli.main import main
 from kvjax.demo import demo_model_path, demo_requests
-from kvjax.device.programs.compilation_cache import use_compilation_cache
 from kvjax.engine import LLMEngine, SamplingParams
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, NeverHitsWarning
 from kvjax.models import load_model
 from tests.cli.interrupting import interrupting_after
 from tests.models.golden_models import model_folder
@@ -355,35 +355,6 @@ def test_a_plot_without_matplotlib_names_the_extra(
     assert "pip install 'kvjax[plots]'" in capsys.readouterr().err
 
 
-def test_compiled_steps_are_kept_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before, shortest = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == before is not None
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir is None
-        with monkeypatch.context() as homeless:
-            homeless.delenv("XDG_CACHE_HOME")
-            homeless.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-            use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir is None
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kvjax" / "jax")
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.5  # left to the environment
-        jax.config.update("jax_compilation_cache_dir", None)
-        monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-        use_compilation_cache()
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
-
-
 def test_text_is_printed_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = read_prompts(["p", "q", "r"], None)
     printer = OrderedTextPrinter(prompts, sys.stdout)
@@ -441,3 +412,20 @@ def test_the_assertion_that_jax_fails_is_shown_with_debug(monkeypatch: pytest.Mo
     monkeypatch.setattr(jax, "devices", fail)
     with pytest.raises(ConfigError, match="expected JAX_PLATFORMS of a platform that jax can run on here"):
         main(["generate", *SMALL, "--no-compilation-cache", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"), [([], False), (["--max-model-len", "16"], True), (["--block-size", "16"], True)]
+)
+def test_that_nothing_can_hit_is_said_of_sizes_that_were_chosen(options: list[str], warns: bool) -> None:
+    """A short prompt's engine has room for one block a request, unless it is told otherwise."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["Hi", "--max-tokens", "2", *options])
+    model = load_model(demo_model_path())
+    config = _engine_config(args, model, 4)
+    assert config.max_model_len == config.block_size
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _make_engine(args, model, config, None, None)
+    assert [one.category for one in told] == [NeverHitsWarning] * warns

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -180,6 +181,48 @@ def test_refusals_and_ends_reach_their_readers(tmp_path: Path, monkeypatch: pyte
     other._index = 1
     with pytest.raises(ValueError, match="expected the front of process 0"):
         AsyncProcessFront(other)
+
+
+def test_as_many_requests_are_in_the_front_as_it_has_room_for(tmp_path: Path) -> None:
+    """Others wait, the most urgent first; each that has ended, was refused or was left makes room."""
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+
+    async def test(_: AsyncProcessFront, front: ProcessFront) -> None:
+        requests = AsyncProcessFront(front, max_requests=2)
+        ended: list[int] = []
+        submit, most = front.submit, 0
+
+        def watched(*args: Any, **named: Any) -> Any:
+            nonlocal most
+            new = submit(*args, **named)
+            futures.extend(new)
+            most = max(most, sum(not future.done() for future in futures))
+            return new
+
+        async def run(i: int) -> None:
+            await requests.complete(GOLDENS[i % len(GOLDENS)].prompt, params, priority=-i)
+            ended.append(i)
+
+        futures: list[Any] = []
+        front.submit = watched  # type: ignore[method-assign]
+        await asyncio.gather(*(run(i) for i in range(8)))
+        assert most <= 2
+        assert sorted(ended) == list(range(8))
+        assert ended.index(7) < ended.index(2)  # 0 and 1 came first, then the most urgent
+        front.submit = submit  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match=r"expected at most 2 samples \(max_requests\), got 3"):
+            await requests.complete([5], SamplingParams(max_tokens=2, n=3, temperature=0.5))
+        for _ in range(3):
+            with pytest.raises(ValueError, match="300"):
+                await requests.complete([5] * 300, params)
+            generator = requests.generate(GOLDENS[0].prompt, SamplingParams(max_tokens=70, temperature=0.0))
+            await anext(generator)
+            await generator.aclose()
+        assert len(await requests.complete([5], SamplingParams(max_tokens=2, n=2, temperature=0.5))) == 2
+
+    run_beside(tmp_path, test)
+    with pytest.raises(ValueError, match="expected max_requests >= 1, got 0"):
+        AsyncProcessFront(ProcessFront(new_engine(), tmp_path / "other"), max_requests=0)
 
 
 def test_a_step_that_fails_ends_all_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
