@@ -84,8 +84,8 @@ def add_compare_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--plot-only",
         action="store_true",
-        help="fill only the columns that --plot draws: hits in batches (one at a time with --serial) and of an "
-        "infinite cache",
+        help="Fill only the columns that --plot draws: hits in batches, or one at a time with --serial, and those of "
+        "an infinite cache.",
     )
     group.add_argument(
         "--beside",

@@ -19,7 +19,7 @@ from tests.cli.pictures.reading import assert_readable, color_of, entries_of, la
 def replayed(serial: bool, num_blocks: int = 400, num_requests: int = 60) -> ReplayResult:
     config = ReplayConfig(
         specs=load_model_config("llama-3-8b").kv_cache_specs(None, None),
-        num_blocks=num_blocks,
+        num_blocks=num_blocks + 1,  # with the null block
         serial=serial,
         hash_algorithm="xxhash_cbor",
         batching=BatchingConfig(max_num_seqs=4),
