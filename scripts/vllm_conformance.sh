@@ -2,7 +2,7 @@
 # vLLM's own tests of its core on this machine's CPU, with vLLM's KV cache manager and with kvjax's under its scheduler.
 #
 # Usage:   scripts/vllm_conformance.sh VERSION [--setup-only | FILE ...]      for example 0.16.0, or 0.33.0 scheduler
-# Needs:   Python 3.12 or 3.13 ($PYTHON, default python3), some 4 GB in .cache/vllm/VERSION, a package index
+# Needs:   Python 3.12 or 3.13 ($PYTHON, or the first found), some 4 GB in .cache/vllm/VERSION, a package index
 # Result:  .cache/vllm/VERSION/{own,kvjax}.xml, touched.txt, and a table of files on the terminal (docs/vllm.md)
 #
 # vLLM comes as its source distribution; nothing of it is compiled. Models of the tests are folders of published shapes
@@ -15,8 +15,28 @@ source=$home/vllm-$version
 python=$home/venv/bin/python
 mkdir -p "$home"
 
+is_usable() { # the releases' torch and torchvision have wheels for these alone
+  local asked='import sys, venv, ensurepip; print(sys.version_info[:2] in ((3, 12), (3, 13)))'
+  [ "$("$1" -c "$asked" 2>/dev/null)" = True ]
+}
+
+usable_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3.13 python3.12 python3 \
+    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[32].*/bin/python3; do
+    if is_usable "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+    if [ "$candidate" = "${PYTHON:-}" ]; then break; fi
+  done
+  echo "vllm_conformance.sh: expected Python 3.12 or 3.13, got ${PYTHON:-none of them}; name one with PYTHON=" >&2
+  return 1
+}
+
 if [ ! -x "$python" ]; then
-  "${PYTHON:-python3}" -m venv "$home/venv"
+  found=$(usable_python)
+  "$found" -m venv "$home/venv"
   "$python" -m pip install -q torch==2.13.0 torchvision==0.28.0
   "$python" -m pip install -q "setuptools<81" setuptools_scm setuptools-rust wheel packaging cmake ninja
 fi
