@@ -179,6 +179,7 @@ def test_it_asks_for_what_it_missed(indexer: Indexer) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("event_form", ["map", "array"])
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
 def test_ten_thousand_steps(groups: tuple[NaiveGroup, ...], event_form: str, indexer: Indexer) -> None:
