@@ -56,6 +56,7 @@ class AttentionDecoderConfig(DecoderConfig):
     num_shared_layers: int = 0  # at the end, which read the pages of the last layer of their type before them
     qk_norm: bool = False  # queries and keys are normed per head
     norms_all_heads: bool = False  # these norms are over all heads of a token together
+    norms_each_head: bool = False  # queries and keys are centred and normed, with weights of each head's own
     v_norm: bool = False  # values are normed per head, without a weight
     v_is_k: bool = False  # full layers have no values of their own: theirs are the keys before their norm
     output_gate: bool = False  # what attention gives is multiplied by the sigmoid of a projection

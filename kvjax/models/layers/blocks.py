@@ -9,7 +9,7 @@ Flow:    hidden[T, d], step -> [a block] -> hidden[T, d]
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import jax
 from flax import nnx
@@ -17,9 +17,7 @@ from flax import nnx
 from kvjax.models.configs.decoder import DecoderConfig
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
-from kvjax.models.layers.norm import LayerNorm, RMSNorm
-
-Norm: TypeAlias = RMSNorm | LayerNorm
+from kvjax.models.layers.norm import Norm
 
 
 class Block(nnx.Module):

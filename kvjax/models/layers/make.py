@@ -57,6 +57,10 @@ class Make:
             return LayerNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=self.dtype, has_bias=False)
         return self.norm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
 
+    def head_norm(self, num_heads: int, size: int, *, eps: float) -> LayerNorm:
+        """A LayerNorm over `size` dimensions of a head, without bias, with weights for each of `num_heads`."""
+        return LayerNorm(size, eps=eps, dtype=self.dtype, has_bias=False, num_heads=num_heads)
+
     def layer_norm(self, size: int, *, eps: float) -> LayerNorm:
         """A LayerNorm over `size` dimensions."""
         return LayerNorm(size, eps=eps, dtype=self.dtype)

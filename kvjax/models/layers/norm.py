@@ -6,6 +6,8 @@ Source:  arXiv 1910.07467, arXiv 1607.06450
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -32,19 +34,29 @@ def rms_normed(x: jax.Array, eps: float) -> jax.Array:  # [..., size] -> float32
 
 
 class LayerNorm(nnx.Module):
-    """`(x - mean(x)) / std(x) * weight + bias` over the last axis; some have no bias."""
+    """`(x - mean(x)) / std(x) * weight + bias` over the last axis; some have no bias.
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype, has_bias: bool = True) -> None:
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
-        self.bias = nnx.Param(jnp.zeros((size,), dtype)) if has_bias else None
+    With `num_heads` the axis before has weights of each head's own.
+    """
+
+    def __init__(
+        self, size: int, *, eps: float, dtype: jnp.dtype, has_bias: bool = True, num_heads: int | None = None
+    ) -> None:
+        shape = (size,) if num_heads is None else (num_heads, size)
+        self.scale = nnx.Param(jnp.ones(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if has_bias else None
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [..., size]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., size] or [..., num_heads, size]
         """Normed `x`, computed in float32, in the dtype of `x`."""
         x32 = x.astype(jnp.float32)
         centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
-        out = normed * jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
+        before = range(x.ndim - self.scale[...].ndim)
+        out = normed * jnp.expand_dims(self.scale[...].astype(jnp.float32), before)
         if self.bias is not None:
-            out = out + jnp.expand_dims(self.bias[...].astype(jnp.float32), range(x.ndim - 1))
+            out = out + jnp.expand_dims(self.bias[...].astype(jnp.float32), before)
         return out.astype(x.dtype)
+
+
+Norm: TypeAlias = RMSNorm | LayerNorm

@@ -33,9 +33,9 @@ class CohereConfig(PartsConfig):
 
     @classmethod
     def take_own(cls, keys: ConfigKeys, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Biases, and the numbers that other families name otherwise."""
-        keys.refuse("use_qk_norm", "norms of queries and keys that differ from head to head are not written yet")
+        """Biases, norms of heads, and the numbers that other families name otherwise."""
         return take_biases(keys) | {
+            "norms_each_head": keys.take_flag("use_qk_norm", False),
             "rms_norm_eps": keys.take_float("layer_norm_eps"),
             "logit_scale": keys.take_float("logit_scale"),
         }
@@ -65,6 +65,7 @@ class Cohere2Config(CohereConfig):
     @classmethod
     def take_own(cls, keys: ConfigKeys, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As Command R, with windows."""
+        keys.refuse("use_qk_norm", "transformers' Cohere2Attention has no norms of queries and keys")
         pattern = keys.take_int("sliding_window_pattern")
         default = tuple(SLIDING if (i + 1) % pattern else FULL for i in range(fields["num_layers"]))
         windows = take_windows(keys, default)

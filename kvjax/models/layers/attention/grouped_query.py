@@ -19,7 +19,7 @@ from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
 from kvjax.models.layers.attention.temperature import scaled_queries
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
-from kvjax.models.layers.norm import RMSNorm, rms_normed
+from kvjax.models.layers.norm import Norm, rms_normed
 from kvjax.models.layers.rotary import apply_rope
 
 
@@ -28,7 +28,6 @@ class Attention(nnx.Module):
 
     def __init__(self, config: AttentionDecoderConfig, layer: int, make: Make) -> None:
         size, heads, (kv_heads, dim) = config.hidden_size, config.num_q_heads, config.heads_of(layer)
-        norm = {"eps": config.rms_norm_eps, "offset": config.norm_offset}
         self.layer_name = f"layers.{layer}"
         self.writes = layer < config.num_own_layers  # else its K and V are those of another layer
         self.v_is_k = config.v_is_k and config.layer_types[layer] == FULL
@@ -38,9 +37,8 @@ class Attention(nnx.Module):
         if self.writes and not self.v_is_k:
             self.v_proj = make.columns(size, kv_heads * dim, bias=config.qkv_bias, units=kv_heads)
         self.o_proj = make.rows(heads * dim, size, bias=config.o_bias, units=heads)
-        q_width, k_width = (heads * dim, kv_heads * dim) if config.norms_all_heads else (dim, dim)
-        self.q_norm = make.norm(q_width, **norm) if config.qk_norm else None
-        self.k_norm = make.norm(k_width, **norm) if config.qk_norm and self.writes else None
+        self.q_norm = make_head_norm(config, heads, dim, make)
+        self.k_norm = make_head_norm(config, kv_heads, dim, make) if self.writes else None
         self.norms_all_heads = config.norms_all_heads
         self.v_norm_eps = config.rms_norm_eps if config.v_norm else None
         gate = make.columns(size, heads) if config.head_gate else None
@@ -86,7 +84,7 @@ class Attention(nnx.Module):
     def _heads(self, projected: jax.Array) -> jax.Array:  # [T, H * D] -> [T, H, D]
         return projected.reshape(projected.shape[0], -1, self.head_dim)
 
-    def _placed(self, x: jax.Array, norm: RMSNorm | None, step: ForwardStep) -> jax.Array:  # [T or N, H, D]
+    def _placed(self, x: jax.Array, norm: Norm | None, step: ForwardStep) -> jax.Array:  # [T or N, H, D]
         """Normed and rotated, where the layer does either."""
         if norm is not None:
             x = norm(x.reshape(len(x), -1)).reshape(x.shape) if self.norms_all_heads else norm(x)
@@ -96,6 +94,16 @@ class Attention(nnx.Module):
         is_whole = x.shape[0] == cos.shape[0]
         tables = (cos, sin) if is_whole else (step.wanted(cos), step.wanted(sin))
         return apply_rope(x, tables, interleaved=self.rope_interleaved)
+
+
+def make_head_norm(config: AttentionDecoderConfig, num_heads: int, dim: int, make: Make) -> Norm | None:
+    """The norm of so many heads of queries or keys; None: there is none."""
+    if config.norms_each_head:
+        return make.head_norm(num_heads, dim, eps=config.rms_norm_eps)
+    if not config.qk_norm:
+        return None
+    width = num_heads * dim if config.norms_all_heads else dim
+    return make.norm(width, eps=config.rms_norm_eps, offset=config.norm_offset)
 
 
 def attention_options(config: AttentionDecoderConfig, layer: int) -> AttentionOptions:
