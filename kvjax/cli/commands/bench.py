@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     speculative = read_speculation(args)
     mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
     folder = demo_model_path() if args.model is None else args.model
-    model = load_model(folder, args.dtype, mesh)
+    model = load_model(folder, args.dtype, mesh, keep_quantised=args.keep_quantised)
     workload = _workload(args, model)
     draft_model = None if args.draft_model is None else load_model(args.draft_model, args.dtype, mesh)
     engine = LLMEngine(model, _engine_config(args, model, speculative), mesh=mesh, draft_model=draft_model)
@@ -137,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     print(bench_text(result))
     if args.json is not None:
         settings = {"model": "demo" if args.model is None else str(args.model), "weights": model.config.dtype}
+        settings["keep_quantised"] = args.keep_quantised
         report = {"config": settings | {"devices": args.devices, **asdict(engine.config)}, **bench_json(result)}
         report["interrupted"] = len(runs) < args.runs
         write_json(args.json, report, indent=1)

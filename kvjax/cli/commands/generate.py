@@ -210,7 +210,14 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
         raise ValueError("expected --window N with --keep-prompt, got none")
     if args.window is not None:
         streaming = StreamingWindow(size=args.window, num_sink_tokens=args.sink_tokens, keeps_prompt=args.keep_prompt)
-    model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len, streaming=streaming)
+    model = load_model(
+        folder,
+        args.dtype,
+        mesh,
+        max_model_len=args.max_model_len,
+        streaming=streaming,
+        keep_quantised=args.keep_quantised,
+    )
     return model, mesh
 
 

@@ -15,12 +15,17 @@ BLOCKS_HELP = "Give every pool N blocks, the null block among them, which holds 
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    """`--model`, `--dtype`."""
+    """`--model`, `--dtype`, `--keep-quantised`."""
     group.add_argument(
         "--model", type=Path, metavar="DIR", help=f"Load this Hugging Face folder.{default_text('the demo model')}"
     )
     own = default_text("the checkpoint's own")
     group.add_argument("--dtype", choices=WEIGHT_DTYPES, help=f"Compute weights and cache in this dtype.{own}")
+    group.add_argument(
+        "--keep-quantised",
+        action="store_true",
+        help="Leave float8 and int8 projections as they are stored, in half the memory, instead of dequantising them.",
+    )
 
 
 __all__ = ["BLOCKS_HELP", "add_model_arguments"]

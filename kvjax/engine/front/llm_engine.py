@@ -238,18 +238,28 @@ class LLMEngine(EngineLifeCycle):
         dtype: str | None = None,
         streaming: StreamingWindow | None = None,
         draft_folder: str | Path | None = None,
+        keep_quantised: bool = False,
     ) -> LLMEngine:
         """An engine for the Hugging Face model in `folder`, its heads split over `num_devices` devices.
 
         `dtype` is that of the weights, None: the checkpoint's own. With `streaming` every layer sees a window and the
-        first tokens in place of all. `draft_folder` holds the draft model, where `config.speculative` asks for one.
+        first tokens in place of all. `draft_folder` holds the draft model, where `config.speculative` asks for one;
+        `keep_quantised` leaves projections of the model itself in eight bits, as `load_model` says.
 
         Raises:
             ConfigError, CheckpointError: a folder holds no model that can be loaded.
-            ValueError: there are fewer devices, a limit does not fit the model, or weights have no such dtype.
+            ValueError: there are fewer devices, a limit does not fit the model, weights have no such dtype, or none is
+                quantised so that it could be kept.
         """
         mesh = Placement.over_heads(num_devices).mesh if num_devices > 1 else None
-        model = load_model(folder, dtype, mesh, max_model_len=config.max_model_len, streaming=streaming)
+        model = load_model(
+            folder,
+            dtype,
+            mesh,
+            max_model_len=config.max_model_len,
+            streaming=streaming,
+            keep_quantised=keep_quantised,
+        )
         draft_model = None if draft_folder is None else load_model(draft_folder, dtype, mesh)
         return cls(model, config, mesh=mesh, draft_model=draft_model)
 

@@ -15,6 +15,7 @@ from kvjax.models import StreamingWindow
 from tests.models.families import FAMILIES, Family, inputs_of
 from tests.models.golden_models import Golden, goldens_of, model_folder
 
+QUANTISED = Path(__file__).parents[2] / "models" / "quantised" / "goldens"
 WITH_INPUTS = frozenset({"whisper", "qwen3_vl"})
 
 
@@ -79,3 +80,20 @@ def test_a_bad_file_of_inputs_is_refused(tmp_path: Path) -> None:
     file.write_text("no arrays")
     with pytest.raises(ValueError, match=r"a.npz: expected an .npz file of arrays, got"):
         read_inputs(file)
+
+
+def test_quantised_projections_may_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of fp8 give the dequantised model's tokens; a model without any is refused."""
+    folder, report = QUANTISED / "fp8_block", tmp_path / "report.json"
+    with np.load(folder / "goldens.npz") as golden:
+        prompt, greedy = golden["prompt"].tolist(), golden["greedy"].tolist()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_token_ids": prompt}) + "\n")
+    arguments = ["generate", "--prompts", tmp_path / "prompts.jsonl", "--dtype", "float32", "--keep-quantised"]
+    arguments += ["--max-tokens", len(greedy), "--temperature", 0, "--json", report]
+    assert main([*map(str, arguments), "--model", str(folder)]) == 0, capsys.readouterr().err
+    (request,) = json.loads(report.read_text())["requests"]
+    assert request["output_token_ids"] == greedy
+    assert main([*map(str, arguments), "--model", str(model_folder("llama"))]) == 2
+    assert (
+        "expected projections in float8, or in int8 without zero points, to keep quantised" in capsys.readouterr().err
+    )
