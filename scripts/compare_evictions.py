@@ -171,7 +171,7 @@ def draw(results: Results, sizes: Sequence[int], rates: Mapping[str, Sequence[fl
     trace = Path(results.read_as.partition(": ")[0]).name
     figure = new_figure(8.5, 5.2, f"How much of the prompts each eviction policy finds\n{trace}, one request at a time")
     axis = figure.subplots()
-    axis.plot(sizes, rates["infinite"], ":", color=BOUND, linewidth=2, label="unlimited cache")
+    axis.plot(sizes, rates["infinite"], ":", color=BOUND, linewidth=2, zorder=3, label="unlimited cache")
     axis.plot(sizes, rates["belady"], "--", color=BOUND, linewidth=2, label="belady: knows the trace")
     for policy, style in zip([name for name in REPLAY_POLICIES if name != "belady"], compared(), strict=False):
         axis.plot(sizes, rates[policy], label=policy, **style)

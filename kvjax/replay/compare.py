@@ -7,7 +7,7 @@ Flow:    trace, ReplayConfig of a model and a size -> [replay_hits, bound_hits, 
     vLLM's rules     as `serial`, by the exact rules of the newest release of vLLM, on the same blocks
     free exchange    bytes exchanged freely under LRU; `unforgetting`: were checkpoints free
     clairvoyant      bytes exchanged freely by who knows the trace
-    infinite cache   nothing is ever evicted, whatever the size
+    infinite cache   nothing is ever evicted, whatever the size; hits are whole blocks, as a cache's own
 """
 
 from __future__ import annotations

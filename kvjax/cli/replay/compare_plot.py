@@ -56,7 +56,8 @@ def _draw_lines(
     bounds = [(at[place(cell)], percent) for cell in cells if (percent := cell.percent(INFINITE)) is not None]
     if bounds:
         highest = {x: max(y for other, y in bounds if other == x) for x, _ in bounds}
-        axis.plot(*zip(*sorted(highest.items()), strict=True), ":", color=BOUND, linewidth=2, label="unlimited cache")
+        x, y = zip(*sorted(highest.items()), strict=True)
+        axis.plot(x, y, ":", color=BOUND, linewidth=2, zorder=3, label="unlimited cache")
     for label, style in zip(dict.fromkeys(map(name, cells)), compared(), strict=False):
         points = sorted(
             (at[place(cell)], percent)
