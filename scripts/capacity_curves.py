@@ -2,7 +2,7 @@
 
 Flow:    trace, host and disk sizes, numbers of replicas, splits -> [capacity] -> Markdown tables, JSON, a plot
 
-    python scripts/capacity_curves.py mooncake_conversation.jsonl --json capacity.json --plot docs/capacity.svg
+    python scripts/capacity_curves.py mooncake_conversation.jsonl --json capacity.json --plot docs/capacity.png
 
 Continuous batching in virtual time, as `kvjax replay --replicas N --router prefix`. Results are kept in the JSON file
 after every run, and what is there already is not run again: delete it to start anew.

@@ -167,14 +167,18 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def draw(results: Results, sizes: Sequence[int], rates: Mapping[str, Sequence[float]]) -> Figure:
-    """Hit rate by pool size, a line per policy; what no policy exceeds is grey."""
+    """Hit rate by pool size, a line per policy, one for those that are equal; what no policy exceeds is grey."""
     trace = Path(results.read_as.partition(": ")[0]).name
     figure = new_figure(8.5, 5.2, f"How much of the prompts each eviction policy finds\n{trace}, one request at a time")
     axis = figure.subplots()
     axis.plot(sizes, rates["infinite"], ":", color=BOUND, linewidth=2, zorder=3, label="unlimited cache")
     axis.plot(sizes, rates["belady"], "--", color=BOUND, linewidth=2, label="belady: knows the trace")
-    for policy, style in zip([name for name in REPLAY_POLICIES if name != "belady"], compared(), strict=False):
-        axis.plot(sizes, rates[policy], label=policy, **style)
+    names: dict[tuple[float, ...], list[str]] = {}
+    for policy in REPLAY_POLICIES:
+        if policy != "belady":
+            names.setdefault(tuple(rates[policy]), []).append(policy)
+    for (line, policies), style in zip(names.items(), compared(), strict=False):
+        axis.plot(sizes, line, label=", ".join(policies), **style)
     axis.set(xscale="log", xlabel=f"blocks of {results.block_size} tokens in the pool", ylabel="% of the prompt tokens")
     axis.set_ylim(bottom=0)
     axis.set_xticks(sizes, [f"{size:,}" for size in sizes])

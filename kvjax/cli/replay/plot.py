@@ -97,7 +97,7 @@ def _draw_pool(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
     parts = [held, cached, total - held - cached]
     labels = ["held by requests", "cached, may be evicted", "empty"]
     axis.stackplot(minutes, parts, colors=[HELD, CACHED, EMPTY], labels=labels)
-    title = f"What is in the {total:,} blocks of {result.config.block_size} tokens"
+    title = f"What is in the pool, blocks of {result.config.block_size} tokens"
     axis.set(title=title, ylabel="blocks", xlabel=MINUTES, ylim=(0, total))
     count_ticks(axis.yaxis)
     axis.margins(x=0)

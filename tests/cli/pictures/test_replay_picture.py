@@ -49,7 +49,7 @@ def test_panels_show_hits_the_pool_requests_and_evictions() -> None:
     colors = {"since they were written": CACHED, "since they were last used": EVICTED}
     assert {name: color_of(drawn) for name, drawn in labelled(stays).items()} == colors
     assert set(entries_of(figure)) == {name for axis in figure.axes for name in labelled(axis)}
-    assert pool.get_title() == "What is in the 400 blocks of 16 tokens"
+    assert pool.get_title() == "What is in the pool, blocks of 16 tokens"
 
 
 def test_drawn_numbers_are_those_of_the_replay() -> None:

@@ -64,6 +64,8 @@ def test_the_plot_has_a_line_per_policy_below_who_knows_the_trace(tmp_path: Path
     named = {"unlimited cache": "infinite", "belady: knows the trace": "belady"}
     assert {named.get(name, name): list(line.get_ydata()) for name, line in drawn.items()} == rates
     assert {name for name, line in drawn.items() if color_of(line) == BOUND} == set(named)
+    rates["lru"] = rates["probation"]
+    assert "probation, lru" in labelled(compare_evictions.draw(results, [10, 300], rates).axes[0])
     assert [text.get_text() for text in axis.get_xticklabels()] == ["10", "300"]
 
 
