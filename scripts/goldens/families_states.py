@@ -80,6 +80,20 @@ def families() -> dict[str, Family]:
             final_norm="model.embedding_norm",
             flips_final_norm=True,
         ),
+        "lfm3_odd": Family(
+            config=transformers.Lfm3Config(
+                **ODD | {"hidden_size": 40, "num_attention_heads": 8, "tie_word_embeddings": False},
+                head_dim=10,
+                num_hidden_layers=6,
+                layer_types=[FULL, CONV, SLIDING, CONV, FULL, SLIDING],
+                conv_L_cache=3,
+                conv_bias=True,
+                attention_bias=True,
+                use_sandwich_norm=False,
+                sliding_window=13,
+            ),
+            final_norm="model.embedding_norm",
+        ),
         "mamba2": Family(
             config=transformers.Mamba2Config(
                 **{name: ODD[name] for name in ODD if name not in ATTENTION},

@@ -108,6 +108,7 @@ FAMILIES = (
     Family("lfm2", variant=True),
     Family("lfm2_moe"),
     Family("lfm3", variant=True),
+    Family("lfm3_odd", variant=True, swept=True),
     Family("mamba2"),
     Family("mamba2_odd", variant=True),
     Family("falcon_h1"),

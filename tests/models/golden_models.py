@@ -76,6 +76,7 @@ FAMILIES = {
     "lfm2": 8,
     "lfm2_moe": 8,
     "lfm3": 11,
+    "lfm3_odd": 13,
     "mamba2": 16,
     "mamba2_odd": 16,
     "falcon_h1": 32,

@@ -41,6 +41,7 @@ OTHER_FAMILIES = (
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "lfm3_odd",
     "mamba2",
     "mamba2_odd",
     "falcon_h1",
