@@ -4,7 +4,8 @@ Flow:    scripts/goldens/quantised_cases.py -> [make_quantised_goldens] -> tests
 
     pip install 'kvjax[oracle]' && python scripts/make_quantised_goldens.py [fp8_block ...]
 
-transformers dequantises the weights itself and runs the model in float32. goldens.npz has of one prompt what the
+transformers dequantises the weights itself and runs the model in float32; the case gptq needs auto-round 0.16 beside it
+(`pip install auto-round`), whose layers do that. goldens.npz has of one prompt what the
 goldens of tests/models/golden_models.py have; the two best logits differ by more than 1e-3 at every greedy step.
 """
 
