@@ -8,6 +8,7 @@ Hugging Face's config.json keys, `deployments/*.toml` with the fields of `Deploy
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -76,7 +77,7 @@ def load_model_config(model: str | Path) -> ModelConfig:
     Raises:
         ConfigError: nothing of that name or path (the message lists the names), or a bad config.
     """
-    path, shipped = Path(model), config_root() / "models" / f"{model}.json"
+    path, shipped = Path(str(model) or os.devnull), config_root() / "models" / f"{model}.json"  # no name: no folder
     if path.is_dir() and not (path / "config.json").is_file() and not shipped.is_file():
         raise ConfigError(f"expected a Hugging Face model folder with config.json, found no {path / 'config.json'}")
     if (path / "config.json").is_file():

@@ -93,8 +93,8 @@ def test_an_interrupt_leaves_the_runs_before_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--new-tokens", "1"], "expected num_new_tokens of at least 2, got 1"),
-        (["--shared-len", "24"], "expected shared_len in [0, 23], got 24"),
+        (["--new-tokens", "1"], "expected --new-tokens of at least 2, got 1"),
+        (["--shared-len", "24"], "expected --shared-len below the 24 of --prompt-len, got 24"),
         (["--prompt-len", "40000"], "max_model_len"),
         (["--num-drafts", "2"], "expected --speculative with --num-drafts 2, got none"),
         (["--num-blocks", "2"], "needs 3 blocks of pool 0"),

@@ -217,7 +217,7 @@ def test_unknown_keys_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: 
     [
         (("--memory", "0"), "argument --memory: expected a size of at least 1 byte, got '0'"),
         (("--memory", "5X"), "argument --memory: expected a size in bytes such as 60129542144, 56GiB (binary)"),
-        (("--max-model-len", "0"), "argument --max-model-len: expected an integer >= 1, got '0'"),
+        (("--max-model-len", "0"), "argument --max-model-len: expected auto or an integer >= 1, got '0'"),
         (("--lengths", "1,x"), "argument --lengths: expected an integer >= 1, got 'x'"),
     ],
 )

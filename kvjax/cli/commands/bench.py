@@ -114,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     from kvjax.engine import LLMEngine
     from kvjax.models import load_model
 
+    _check_sizes(args)
     speculative = read_speculation(args)
     mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
     folder = demo_model_path() if args.model is None else args.model
@@ -143,6 +144,14 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, report, indent=1)
         print(f"\nReport written to {name_of(args.json)}")
     return 0 if len(runs) == args.runs else INTERRUPTED
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raises ValueError where a run cannot have these sizes, before a model is loaded."""
+    if args.new_tokens < 2:
+        raise ValueError(f"expected --new-tokens of at least 2, got {args.new_tokens}: the first is not decoded")
+    if args.shared_len is not None and args.shared_len >= args.prompt_len:
+        raise ValueError(f"expected --shared-len below the {args.prompt_len} of --prompt-len, got {args.shared_len}")
 
 
 def _workload(args: argparse.Namespace, model: LoadedModel) -> Workload:

@@ -12,7 +12,7 @@ from math import gcd, lcm
 from kvjax.cli.help_text import Example, default_text
 from kvjax.cli.options.fields import add_fields, add_option, read_fields
 from kvjax.cli.options.replay import add_load_arguments, add_reading_arguments, reading_of
-from kvjax.cli.options.types import int_list, positive_int
+from kvjax.cli.options.types import int_list, length
 from kvjax.cli.running.output_files import STANDARD, input_file, output_file, write_json
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.core import KVCacheManager, KVCacheSpec
@@ -28,7 +28,6 @@ from kvjax.replay import read_trace
 from kvjax.replay.requests.trace import cut_tails
 from kvjax.replay.working_set import load_of
 
-AUTO = "auto"
 MODELS_OWN = "the model's"
 CACHE = (
     "memory_bytes",
@@ -71,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     requests = parser.add_argument_group("requests")
     requests.add_argument(
         "--max-model-len",
-        type=_length,
+        type=length,
         metavar="N",
         help="Plan for requests of at most N tokens. auto takes the longest of the model's that fits in --memory."
         f"{default_text(MODELS_OWN)}",
@@ -146,11 +145,6 @@ def _deployment(args: argparse.Namespace) -> Deployment:
     if "request_len" in given or "tokens_per_checkpoint" in given:
         base = replace(base, request_len=None, tokens_per_checkpoint=None)
     return replace(base, **given)
-
-
-def _length(text: str) -> int:
-    """A positive integer; 0 for "auto"."""
-    return 0 if text == AUTO else positive_int(text)
 
 
 def _parallel(deployment: Deployment) -> Parallelism:

@@ -104,7 +104,7 @@ OPTIONS = {
     "max_num_seqs": Option("Run at most N requests at once.", type=positive_int),
     "max_num_batched_tokens": Option("Compute at most N tokens in a step.", type=positive_int),
     "max_in_flight_tokens": Option("Expect steps in flight to add at most N tokens.", type=positive_int),
-    "prefill_tokens_per_s": Option("Compute X tokens of prompts in a second.", type=non_negative_float),
+    "prefill_tokens_per_s": Option("Compute X tokens of prompts in a second.", type=positive_float),
     "step_overhead_ms": Option("Add X milliseconds to every step.", type=non_negative_float),
     "decode_base_ms": Option(
         "Add X milliseconds to a step that decodes, for reading the weights once.", type=non_negative_float

@@ -31,9 +31,16 @@ def integer(text: str) -> int:
 
 def interval(text: str) -> int | str | None:
     """`auto`, an integer >= 0, or `all`: None."""
-    if text == "all":
-        return None
-    return text if text == AUTO else non_negative_int(text)
+    if text in (AUTO, "all"):
+        return None if text == "all" else text
+    return _checked(text, lambda: parse_count(text), lambda value: value >= 0, "auto, all or an integer >= 0")
+
+
+def length(text: str) -> int:
+    """`auto`, which is 0, or an integer >= 1."""
+    if text == AUTO:
+        return 0
+    return _checked(text, lambda: parse_count(text), lambda value: value >= 1, "auto or an integer >= 1")
 
 
 def positive_float(text: str) -> float:

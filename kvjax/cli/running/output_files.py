@@ -39,6 +39,8 @@ def output_file(text: str) -> Path:
 def named_file(text: str) -> Path:
     """Likewise, but not standard output."""
     path = Path(text)
+    if not text:
+        raise argparse.ArgumentTypeError("expected a file's name, got ''")
     if path == STANDARD_OUTPUT:
         raise argparse.ArgumentTypeError(f"expected a file's name, got {text!r}; name a file of that name ./-")
     if path.is_dir():

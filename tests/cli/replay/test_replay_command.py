@@ -376,7 +376,7 @@ def test_windows_and_states_are_cached_where_hits_end(
 def test_a_retention_interval_below_zero_is_refused(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["replay", trace, "--retention-interval", "-1"])
-    assert "argument --retention-interval: expected an integer >= 0, got '-1'" in capsys.readouterr().err
+    assert "argument --retention-interval: expected auto, all or an integer >= 0, got '-1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
