@@ -61,6 +61,8 @@ STEPS = {
 }
 # Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as on four chips of a deployment.
 BLOCKS = {
+    "deepseek-v3.2": 16_384,
+    "glm-5.2": 16_384,
     "deepseek-v4-flash": 65_536,
     "jamba-1.5-mini": 8192,
     "granite-4.0-h-small": 5000,
@@ -72,7 +74,8 @@ BLOCKS = {
     "mamba-codestral-7b": 16_384,
     "olmo-hybrid-7b": 8192,
 }
-HYBRIDS = [model for model in BLOCKS if model not in ("deepseek-v4-flash", "mamba-codestral-7b")]  # states and tokens
+OF_ONE_SORT = ("deepseek-v3.2", "glm-5.2", "deepseek-v4-flash", "mamba-codestral-7b")
+HYBRIDS = [model for model in BLOCKS if model not in OF_ONE_SORT]  # states and tokens
 # Chips that share the heads at most. A quarter of Granite's and Falcon's channels is no multiple of 128, as their
 # convolutions want, and OLMo hybrid has 30 heads.
 SHARDS = {"granite-4.0-h-small": 2, "falcon-h1-0.5b": 2, "olmo-hybrid-7b": 2}

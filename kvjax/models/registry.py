@@ -69,6 +69,9 @@ _FAMILIES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": Family(
         "parts.mistral3", "Mistral3Config", "llama.LlamaDecoder", has_text_config=True
     ),
+    "MistralLarge4ForConditionalGeneration": Family(
+        "mistral_large4", "MistralLarge4Config", "MistralLarge4Decoder", has_text_config=True
+    ),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaDecoder"),
     "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),
     "NemotronHForCausalLM": Family("nemotron_h", "NemotronHConfig", "NemotronHDecoder"),

@@ -46,6 +46,17 @@ VISION: Data = {
     "num_position_embeddings": 4,
     "deepstack_visual_indexes": [0],
 }
+PIXTRAL: Data = {
+    "model_type": "pixtral",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 8,
+    "image_size": 4,
+    "patch_size": 2,
+    "num_channels": 1,
+}
 MROPE: Data = {"rope_parameters": rope(mrope_section=[4, 2, 2], mrope_interleaved=True)}
 OF_EXPERTS_V3: Data = {
     "first_k_dense_replace": 1,
@@ -171,12 +182,19 @@ BASES: dict[str, Data] = {  # beside the small config
     },
     "WhisperForConditionalGeneration": {"num_mel_bins": NUM_MEL_BINS, "max_target_positions": 64},
     **BASES_OF_PARTS,
+    "MistralLarge4ForConditionalGeneration": OF_EXPERTS_V3
+    | {
+        "kv_source_layers": [0, 1, 0, 3],
+        "no_rope_layers": [1, 0, 1, 0],
+        "indexer_types": ["full", "shared", "full", "full"],
+    },
     "Qwen3VLForConditionalGeneration": MROPE,
     "Qwen3VLMoeForConditionalGeneration": MROPE,
 }
 SPECIALS: Data = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.02}
 ARCHITECTURES = (
     *TEXT,
+    "MistralLarge4ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
@@ -394,6 +412,14 @@ OF_ONE: dict[str, dict[str, list[Any]]] = {
             None,
         ],
     },
+    "MistralLarge4ForConditionalGeneration": LATENT
+    | INDEXER
+    | {
+        "indexer_types": [["full"] * 4, ["shared", "full", "full", "full"], None],
+        "no_rope_layers": [[1] * 4, With(no_rope_layers=None, kv_source_layers=None), [1, 1, 0, 0]],
+        "kv_source_layers": [None, [0, 1, 0, 1], [0, 0, 2, 3], [0, 1, 2]],
+        "final_logit_softcapping": [2.0],
+    },
     "DeepseekV4ForCausalLM": {
         "num_attention_heads": [8],
         "num_key_value_heads": [2],
@@ -578,7 +604,8 @@ def base_config(architecture: str) -> Data:
     base = copy.deepcopy(SPECIALS | BASES.get(architecture, {}))
     if "text_config" not in data:
         return data | base
-    return data | {"text_config": data["text_config"] | base, "vision_config": VISION}
+    vision = PIXTRAL if architecture.startswith("Mistral") else VISION
+    return data | {"text_config": data["text_config"] | base, "vision_config": vision}
 
 
 def with_change(architecture: str, change: Data) -> Data:

@@ -97,12 +97,18 @@ TEXT: dict[str, Data] = {
         "max_target_positions": 40,
     },
 }
-INNER: dict[str, Data] = {"Qwen2_5_VL": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}  # nowhere alone
+INNER: dict[str, Data] = {  # nowhere alone
+    "MistralLarge4": LATENT
+    | INDEXER
+    | {"model_type": "mistral_large4_text", "n_routed_experts": 8, "rope_parameters": {"rope_theta": 10_000.0}},
+    "Qwen2_5_VL": {"rope_parameters": {"mrope_section": [2, 1, 1]}},
+}
 AROUND = {  # around the keys of which text model
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "MistralLarge4ForConditionalGeneration": "MistralLarge4",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VL",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",

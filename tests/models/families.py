@@ -93,6 +93,8 @@ FAMILIES = (
     Family("deepseek_v32_odd", variant=True, swept=True),
     Family("glm_moe_dsa", variant=True),
     Family("glm_moe_dsa_odd", variant=True, swept=True),
+    Family("mistral_large4", variant=True),
+    Family("mistral_large4_odd", variant=True, swept=True),
     Family("deepseek_v4", block_size=128, max_model_len=240),
     Family("deepseek_v4_sparse", variant=True, block_size=128, max_model_len=240),
     Family("gpt_oss", variant=True),

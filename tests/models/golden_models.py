@@ -63,6 +63,8 @@ FAMILIES = {
     "deepseek_v32_odd": 13,
     "glm_moe_dsa": 16,
     "glm_moe_dsa_odd": 13,
+    "mistral_large4": 16,
+    "mistral_large4_odd": 13,
     "deepseek_v4": 128,
     "deepseek_v4_sparse": 128,
     "gemma3n": 16,

@@ -9,7 +9,7 @@ Source:  transformers' configuration_deepseek_{v2,v3}.py, whose defaults files o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from kvjax.core.spec import KVCacheSpec
@@ -43,6 +43,8 @@ class DeepseekConfig(DecoderConfig):
     num_prediction_layers: int = 0  # after the last, for tokens further on; not computed here
     router_bias: bool  # experts are chosen by score plus a bias
     indexed_layers: tuple[int, ...] = ()  # with an indexer; the others see what the last one before them picked
+    unrotated_layers: tuple[int, ...] = ()
+    source_layers: tuple[int, ...] = ()  # of each layer the one whose latents it reads; empty: all read their own
 
     @property
     def cache_words(self) -> str:
@@ -53,6 +55,18 @@ class DeepseekConfig(DecoderConfig):
             return latent
         layers = "" if len(self.indexed_layers) == self.num_layers else f" in {len(self.indexed_layers)} layers"
         return f"{latent}, an indexer's key of {attention.indexer.head_dim}{layers}"
+
+    def attention_of(self, layer: int) -> LatentAttentionConfig:
+        """Sizes of layer `layer`: without rotation its shared key is a part of each head's own."""
+        attention = self.attention
+        if layer not in self.unrotated_layers:
+            return attention
+        return replace(attention, nope_dim=attention.key_dim, rope_dim=0, rope=None)
+
+    @property
+    def shared_layers(self) -> dict[str, str]:
+        """Layers that read the pages of another layer, with that layer."""
+        return {f"layers.{i}": f"layers.{source}" for i, source in enumerate(self.source_layers) if source != i}
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -70,9 +84,11 @@ class DeepseekConfig(DecoderConfig):
         `dtype` None: the model's own.
         """
         block_size, dtype = block_size or self.default_block_size, dtype or self.dtype
-        latents: dict[str, KVCacheSpec] = dict.fromkeys(
-            (f"layers.{i}" for i in range(self.num_layers)), self.attention.spec(block_size, dtype)
-        )
+        latents: dict[str, KVCacheSpec] = {
+            f"layers.{i}": self.attention_of(i).spec(block_size, dtype)
+            for i in range(self.num_layers)
+            if f"layers.{i}" not in self.shared_layers
+        }
         if self.attention.indexer is None:
             return latents
         keys = self.attention.indexer.spec(block_size, dtype)

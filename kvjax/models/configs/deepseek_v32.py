@@ -63,7 +63,7 @@ class GlmMoeDsaConfig(DeepseekConfig):
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
         fields = take_indexed_fields(keys, rope_interleaved=True)
-        types = _take_indexer_types(keys, fields["num_layers"])
+        types = take_indexer_types(keys, fields["num_layers"])
         return cls(**fields, indexed_layers=tuple(i for i, kind in enumerate(types) if kind == "full"))
 
 
@@ -75,20 +75,25 @@ def take_indexed_fields(keys: ConfigKeys, *, rope_interleaved: bool) -> dict[str
     if fields["attention"].query_rank is None:
         raise ConfigError(f"{keys.where}: expected a 'q_lora_rank', whose numbers the indexer projects, got null")
     num_layers = fields["num_layers"]
+    indexer = take_indexer(keys, num_layers, rope_interleaved=rope_interleaved)
+    return fields | {
+        "attention": replace(fields["attention"], indexer=indexer),
+        "first_expert_layer": take_first_expert_layer(keys, num_layers, fields["first_expert_layer"]),
+    }
+
+
+def take_indexer(keys: ConfigKeys, num_layers: int, *, rope_interleaved: bool) -> TokenIndexerConfig:
+    """Sizes of the indexer that layers have."""
     keys.take_layer_types((INDEXED,) * num_layers, (INDEXED,))
-    indexer = TokenIndexerConfig(
+    return TokenIndexerConfig(
         num_heads=keys.take_int("index_n_heads"),
         head_dim=keys.take_int("index_head_dim"),
         topk=keys.take_int("index_topk"),
         rope_interleaved=rope_interleaved,
     )
-    return fields | {
-        "attention": replace(fields["attention"], indexer=indexer),
-        "first_expert_layer": _take_first_expert_layer(keys, num_layers, fields["first_expert_layer"]),
-    }
 
 
-def _take_first_expert_layer(keys: ConfigKeys, num_layers: int, default: int) -> int:
+def take_first_expert_layer(keys: ConfigKeys, num_layers: int, default: int) -> int:
     """By `mlp_layer_types`, which goes before `first_k_dense_replace`."""
     types = keys.take("mlp_layer_types", None)
     if types is None:
@@ -103,7 +108,7 @@ def _take_first_expert_layer(keys: ConfigKeys, num_layers: int, default: int) ->
     return first
 
 
-def _take_indexer_types(keys: ConfigKeys, num_layers: int) -> tuple[str, ...]:
+def take_indexer_types(keys: ConfigKeys, num_layers: int) -> tuple[str, ...]:
     """ "full" or "shared" of each layer: by `indexer_types`, else by a pattern, else by a count and where it begins."""
     pattern = keys.take("index_topk_pattern", None)
     count, offset = max(int(keys.take("index_topk_freq", 1)), 1), int(keys.take("index_skip_topk_offset", 2))

@@ -23,6 +23,7 @@ class TokenIndexerConfig:
     topk: int  # tokens that are picked
     rope_interleaved: bool  # dimensions 2i and 2i + 1 turn together, else i and i + rope_dim / 2
     norm_eps: float = 1e-6  # of the norm of keys
+    has_own_queries: bool = False  # of normed hidden states, which grow with their position by learned numbers
 
     def spec(self, block_size: int, dtype: str) -> MLAAttentionSpec:
         """Cache of a layer's keys, beside its latents; for fp8 in bytes with a float32 scale each."""
@@ -50,6 +51,7 @@ class LatentAttentionConfig:
     norm_eps: float = 1e-6  # of the norms of queries and latent
     bias: bool = False  # of the projections from and to hidden states
     indexer: TokenIndexerConfig | None = None  # None: all tokens are attended to
+    scales_queries: bool = False  # they grow with their position, by numbers that each head has learned
 
     def __post_init__(self) -> None:
         if self.indexer is not None and self.indexer.head_dim < self.rope_dim:

@@ -36,9 +36,10 @@ class DeepseekDecoder(Decoder):
 def indexer_part(config: DeepseekConfig, layer: int, make: Make) -> TokenIndexer | None:
     """The layer's indexer, if it has one."""
     attention = config.attention
-    if attention.indexer is None or attention.query_rank is None or layer not in config.indexed_layers:
+    if attention.indexer is None or layer not in config.indexed_layers:
         return None
-    return TokenIndexer(config.hidden_size, attention.query_rank, attention.indexer, f"layers.{layer}", make)
+    size = config.hidden_size
+    return TokenIndexer(size, attention.query_rank or size, attention.indexer, f"layers.{layer}", make)
 
 
 def feed_forward_part(

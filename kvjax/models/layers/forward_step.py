@@ -58,6 +58,10 @@ class ForwardStep:
         """The wanted rows of `x`, or `x` as it is where all are wanted, or it has these alone."""
         return x if self.rows is None or x.shape[0] != self.token_ids.shape[0] else x[self.rows]
 
+    def take_rope_tables(self, rope: RopeConfig, head_dim: int, tables: RopeTables) -> None:
+        """Takes `tables` for those of `rope`."""
+        self._tables[rope, head_dim] = tables
+
     def rope_tables(self, rope: RopeConfig, head_dim: int) -> RopeTables:
         """Cosines and sines of the step's positions, made once."""
         key = (rope, head_dim)

@@ -94,9 +94,13 @@ def rope_tables(
     positions: jax.Array,  # int32[T], or [3, T]
     head_dim: int,
     max_len: int,
+    *,
+    scales: jax.Array | None = None,  # float32[rotary_dim / 2] of frequencies
 ) -> RopeTables:
     """Cosines and sines of a step's positions, to be shared by its layers."""
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim, max_len))
+    if scales is not None:
+        frequencies = frequencies * scales
     angles = positions.astype(jnp.float32)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
     if positions.ndim == 2:
         angles = _choose_axes(angles, rope)

@@ -1,4 +1,4 @@
-"""What is peculiar to DeepSeek V3.2 and GLM 5: an indexer beside latents, layers that share what one picks."""
+"""What is peculiar to DeepSeek V3.2, GLM 5 and Mistral Large 4: an indexer beside latents, layers that share."""
 
 from __future__ import annotations
 
@@ -62,6 +62,41 @@ def test_keys_have_a_cache_beside_the_latents_of_layers_with_an_indexer() -> Non
     assert (short.head_size, short.dtype) == (16, "int8")
     assert config.cache_words == "a latent of 32, an indexer's key of 12 in 2 layers"
     assert parsed("deepseek_v32").cache_words == "a latent of 32, an indexer's key of 12"
+
+
+def test_latents_are_read_from_another_layer_and_have_no_rotated_part_where_nothing_is_rotated() -> None:
+    """Layer 2 of Mistral Large 4 reads those of layer 0, layer 3 has no rotation."""
+    config = parsed("mistral_large4")
+    specs = config.kv_cache_specs(8, "float32")
+    sizes = {name: spec.head_size for name, spec in specs.items()}
+    keys = dict.fromkeys(("layers.0.indexer", "layers.2.indexer", "layers.3.indexer"), 12)
+    assert sizes == {"layers.0": 16 + 8, "layers.1": 16 + 8, "layers.3": 16} | keys
+    assert config.shared_layers == {"layers.2": "layers.0"}
+    assert (config.attention_of(3).key_dim, config.attention_of(3).rope) == (config.attention.key_dim, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_source_layers": [0, 1, 1, 3]}, None),
+        ({"kv_source_layers": [0, 0, 0, 0]}, r"kv_source_layers\[3\] to be 3, got 0"),
+        ({"kv_source_layers": [0, 1, 0, 1]}, r"kv_source_layers\[2\] to be 2 or 1, the last layer .* read, got 0"),
+        ({"kv_source_layers": [0, 1]}, r"kv_source_layers of 4 layers, got \[0, 1\]"),
+        ({"no_rope_layers": [1, 1, 2, 0]}, r"no_rope_layers of 0 and 1 for 4 layers, got \[1, 1, 2, 0\]"),
+        ({"q_lora_rank": 12}, "'q_lora_rank' to be null or false, got 12: Mistral Large 4 has none in transformers"),
+    ],
+)
+def test_layers_of_mistral_share_as_transformers_does_or_are_refused(
+    changes: dict[str, Any], message: str | None
+) -> None:
+    """It reads the last latents of the same rotation that any layer reads, whatever the file says."""
+    text = golden_config("mistral_large4")["text_config"]
+    changes = {"text_config": text | {"no_rope_layers": [1, 1, 1, 0]} | changes}
+    if message is None:
+        assert parsed("mistral_large4", **changes).shared_layers == {"layers.2": "layers.1"}
+        return
+    with pytest.raises(ConfigError, match=message):
+        parsed("mistral_large4", **changes)
 
 
 @pytest.mark.parametrize(

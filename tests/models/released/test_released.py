@@ -32,7 +32,9 @@ SHIPPED_ONES = tuple(
 RELEASED = (*DENSE, *SPARSE, *INNER, *SHIPPED_ONES)
 READ = tuple(one for one in RELEASED if one.refused is None)
 WITHOUT_A_SOURCE = frozenset(
-    ["Cohere2ForCausalLM", "Glm4ForCausalLM", "Ministral3ForCausalLM"] + ["Lfm2MoeForCausalLM", "Lfm3ForCausalLM"]
+    ["Cohere2ForCausalLM", "Glm4ForCausalLM", "Ministral3ForCausalLM"]
+    + ["Lfm2MoeForCausalLM", "Lfm3ForCausalLM"]
+    + ["MistralLarge4ForConditionalGeneration"]
 )
 # One of each sort: a window beside full attention, layers without rotation, experts in some layers and in all.
 RUN_ALWAYS = ("Olmo-3-7B-Instruct", "SmolLM3-3B", "GLM-4.5", "MiniMax-M2.5")

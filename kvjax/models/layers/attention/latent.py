@@ -18,10 +18,11 @@ from flax import nnx
 
 from kvjax.device.layers.attention_options import AttentionOptions
 from kvjax.models.configs.latent_attention import LatentAttentionConfig
+from kvjax.models.layers.attention.temperature import HeadScales
 from kvjax.models.layers.attention.token_indexer import TokenIndexer
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
-from kvjax.models.layers.rotary import apply_rope
+from kvjax.models.layers.rotary import RopeTables, apply_rope
 from kvjax.models.tensor_sources import HeadPart, TensorSource
 
 
@@ -39,6 +40,7 @@ class LatentAttention(nnx.Module):
         make: Make,
         *,
         indexer: TokenIndexer | None = None,
+        shares: bool = False,  # it reads the latents of another layer
     ) -> None:
         heads, latent_dim, rank = config.num_heads, config.latent_dim, config.query_rank
         if rank is None:
@@ -47,12 +49,16 @@ class LatentAttention(nnx.Module):
             self.q_a_proj = make.linear(size, rank, bias=config.bias)
             self.q_a_layernorm = make.norm(rank, eps=config.norm_eps)
             self.q_b_proj = make.columns(rank, heads * config.key_dim, units=heads)
-        self.kv_a_proj_with_mqa = make.linear(size, latent_dim + config.rope_dim, bias=config.bias)
-        self.kv_a_layernorm = make.norm(latent_dim, eps=config.norm_eps)
+        if config.scales_queries:
+            self.softmax_scaling = HeadScales(heads, make)
+        if not shares:
+            self.kv_a_proj_with_mqa = make.linear(size, latent_dim + config.rope_dim, bias=config.bias)
+            self.kv_a_layernorm = make.norm(latent_dim, eps=config.norm_eps)
         self.key_up = make.param(heads, config.nope_dim, latent_dim, scale=latent_dim**-0.5)
         self.value_up = make.param(heads, config.value_dim, latent_dim, scale=latent_dim**-0.5)
         self.o_proj = make.rows(heads * config.value_dim, size, bias=config.bias, units=heads)
         self.indexer = indexer
+        self.shares = shares
         self.config = config
         self.layer_name = layer_name
         self.options = AttentionOptions(sm_scale=config.sm_scale)
@@ -74,20 +80,26 @@ class LatentAttention(nnx.Module):
         config = self.config
         queries = self._query_latents(hidden)
         q = self._queries(queries).reshape(hidden.shape[0], config.num_heads, config.key_dim)
+        if config.scales_queries:
+            q = self.softmax_scaling(q, step.positions)
         q_nope, q_pe = jnp.split(q, [config.nope_dim], axis=-1)
-        latent, key_pe = jnp.split(self.kv_a_proj_with_mqa(hidden), [config.latent_dim], axis=-1)
         tables = None if config.rope is None else step.rope_tables(config.rope, config.rope_dim)
         if tables is not None:
             q_pe = apply_rope(q_pe, tables, interleaved=config.rope_interleaved)
-            key_pe = apply_rope(key_pe[:, None], tables, interleaved=config.rope_interleaved)[:, 0]
+        new = (None, None) if self.shares else self._latents(hidden, tables)
         if self.indexer is not None:
             step.picks = self.indexer(hidden, queries, step, tables)
         absorbed = jnp.einsum("thn,hnl->thl", q_nope, self.key_up[...])
-        out = step.cache.attend_latent(
-            self.layer_name, absorbed, q_pe, self.kv_a_layernorm(latent), key_pe, self.options, *self._picks(step)
-        )
+        out = step.cache.attend_latent(self.layer_name, absorbed, q_pe, *new, self.options, *self._picks(step))
         values = jnp.einsum("thl,hvl->thv", out, self.value_up[...])
         return self.o_proj(values.reshape(hidden.shape[0], -1))
+
+    def _latents(self, hidden: jax.Array, tables: RopeTables | None) -> tuple[jax.Array, jax.Array]:
+        """Normed latents [T, latent_dim] and rotated keys [T, rope_dim] of the step's tokens."""
+        latent, key_pe = jnp.split(self.kv_a_proj_with_mqa(hidden), [self.config.latent_dim], axis=-1)
+        if tables is not None:
+            key_pe = apply_rope(key_pe[:, None], tables, interleaved=self.config.rope_interleaved)[:, 0]
+        return self.kv_a_layernorm(latent), key_pe
 
     def _picks(self, step: ForwardStep) -> tuple[jax.Array, ...]:
         """The tokens that are seen, as the last argument, where they are picked."""

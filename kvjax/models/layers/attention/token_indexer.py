@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models.configs.latent_attention import TokenIndexerConfig
+from kvjax.models.layers.attention.temperature import HeadScales
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
 from kvjax.models.layers.rotary import RopeTables, apply_rope
@@ -28,19 +29,25 @@ class TokenIndexer(nnx.Module):
         self.wk = make.linear(size, config.head_dim)
         self.k_norm = make.layer_norm(config.head_dim, eps=config.norm_eps)
         self.weights_proj = make.linear(size, config.num_heads)
+        if config.has_own_queries:
+            self.q_input_norm = make.layer_norm(query_rank, eps=config.norm_eps)
+            self.softmax_scaling = HeadScales(config.num_heads, make)
         self.config = config
         self.cache_name = f"{layer_name}.indexer"
 
     def __call__(
         self,
         hidden: jax.Array,  # [T, d]
-        queries: jax.Array,  # [T, rank]
+        queries: jax.Array,  # [T, rank], hidden states themselves where they have full rank
         step: ForwardStep,
         tables: RopeTables | None,  # of the shared key, whose dimensions are rotated here too; None: none are
     ) -> jax.Array:  # int32[T, topk] -1: none
         """Tokens of each one's request, those of the best scores, or all where there are no more than `topk`."""
         config = self.config
-        q = self.wq_b(queries).reshape(-1, config.num_heads, config.head_dim)
+        q = self.wq_b(self.q_input_norm(queries) if config.has_own_queries else queries)
+        q = q.reshape(-1, config.num_heads, config.head_dim)
+        if config.has_own_queries:
+            q = self.softmax_scaling(q, step.positions)
         key = self.k_norm(self.wk(hidden))[:, None]
         if tables is not None:
             q, key = (apply_rope(x, tables, interleaved=config.rope_interleaved) for x in (q, key))
