@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.text import align_table, count_of, format_bytes, parse_bytes, parse_count
+from kvjax.text import align_table, count_of, did_you_mean, format_bytes, parse_bytes, parse_count
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,11 @@ def test_columns_are_aligned() -> None:
     assert align_table(["name", "n"], [["a", "1,000"], ["bcdefg", "2"]], left={0}) == (
         "name        n\n------  -----\na       1,000\nbcdefg      2"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("qwen3-8B", "qwen3-8b"), ("LRU", "LRU"), ("llama3", "llama-3"), ("moon", None), ("", None)]
+)
+def test_what_may_be_meant_is_named_as_it_is_written(given: str, meant: str | None) -> None:
+    known = ("llama-3", "qwen3-8b", "LRU")
+    assert did_you_mean(given, known) == ("" if meant is None else f"; did you mean {meant}?")

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvjax.cli.commands import check
 from kvjax.cli.generate.prompts import read_prompts
 from kvjax.cli.main import main
+from pallas_kernels.merge_states.cases import MergeCase
 
 TRACE = "".join(
     json.dumps({"timestamp": 1_000 * i, "input_length": 1_024, "output_length": 4, "hash_ids": [i // 2, 9 + i]}) + "\n"
@@ -74,6 +76,14 @@ def test_a_table_of_models_goes_to_standard_output_once(capfd: pytest.CaptureFix
     out, err = capfd.readouterr()
     assert len(json.loads(out)["cells"]) == 2
     assert "percent of" in err
+
+
+def test_rows_of_ops_go_to_standard_output(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check, "case_types", lambda: {"merge_states": MergeCase})
+    assert main(["check", "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    assert [row["op"] for row in json.loads(out)["rows"]] == ["merge_states"]
+    assert "merge_states" in err
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
