@@ -23,6 +23,7 @@ from kvjax.cli.parser import OneLineParser
 from kvjax.cli.running.interrupts import INTERRUPTED
 from kvjax.cli.running.output_files import STANDARD_OUTPUT, check_files
 from kvjax.cli.running.standard_output import StandardOutput, drop_output
+from kvjax.cli.running.told_errors import error_line
 from kvjax.errors import KVCacheError
 from kvjax.extras import require_extra
 
@@ -90,7 +91,7 @@ def _run(args: argparse.Namespace, command: OneLineParser) -> int:
     except (KVCacheError, ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: jax, devices
         if args.debug:
             raise
-        print(f"kvjax {args.command}: error: {_one_line(error)}", file=sys.stderr)
+        print(f"kvjax {args.command}: error: {error_line(error)}", file=sys.stderr)
         return 2
 
 
@@ -111,8 +112,3 @@ def _parsers(argv: Sequence[str]) -> tuple[OneLineParser, dict[str, OneLineParse
             command.add_command(importlib.import_module(f"kvjax.cli.commands.{name}"))
         commands[name] = command
     return parser, commands
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__

@@ -100,7 +100,7 @@ def test_an_interrupt_leaves_the_runs_before_it(
         (["--num-blocks", "2"], "needs 3 blocks of pool 0"),
         (["--model", "/no/such/folder"], "config.json"),
         (["--devices", "64"], "devices"),
-        (["--hf-python", "/no/such/python"], "No such file"),
+        (["--hf-python", "/no/such/python"], "expected a file that exists, got '/no/such/python'"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

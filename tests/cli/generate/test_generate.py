@@ -314,7 +314,7 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, content: str, message: str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompts", "/no/such/file"], "No such file"),
+        (["--prompts", "/no/such/file"], "expected a file that exists, got '/no/such/file'"),
         (["--model", "/no/such/folder"], "config.json"),
         (["--top-p", "2"], "top_p in (0, 1], got 2.0"),
         (["--min-p", "-1"], "min_p in [0, 1], got -1.0"),

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.cli.main import main
 
-FORMS = re.compile(r"expected|needs|did you mean|required|unrecognized|not allowed|No such file|Is a directory")
+FORMS = re.compile(r"expected|needs|did you mean|required|unrecognized|not allowed")
 REQUEST = '{"timestamp": 0, "input_length": %s, "output_length": 1}\n'
 LINES = (
     # Commands and options that are not there, or not so.
@@ -36,20 +36,22 @@ LINES = (
     ("plan llama3-8b --memory 8GiB", "did you mean llama-3-8b?"),
     ("plan Qwen/Qwen3-8B --memory 8GiB", "expected a model's name"),
     ("plan --deployment qwen3-8b-h10", "did you mean qwen3-8b-h100?"),
-    ("replay nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
-    ("replay --calls nowhere", "No such file or directory: 'nowhere'"),
+    ("replay nowhere.jsonl", "expected a file that exists, got 'nowhere.jsonl'"),
+    ("replay trace.json", "expected a file that exists, got 'trace.json'; did you mean trace.jsonl?"),
+    ("replay nowhere/trace.jsonl", "expected a file that exists, got 'nowhere/trace.jsonl'"),
+    ("replay --calls nowhere", "expected a file that exists, got 'nowhere'"),
     ("replay trace.jsonl --tokenizer nowhere", "expected --tokenizer FOLDER with a tokenizer.json, got none"),
     ("generate --model nowhere", "expected a Hugging Face"),
-    ("generate --prompts nowhere.txt", "No such file or directory: 'nowhere.txt'"),
+    ("generate --prompts nowhere.txt", "expected a file that exists, got 'nowhere.txt'"),
     ("generate --draft-model nowhere", "expected --speculative draft-model with --draft-model"),
-    ("generate --shared-cache @nowhere", "No such file or directory: 'nowhere'"),
+    ("generate --shared-cache @nowhere", "expected a file that exists, got 'nowhere'"),
     ("bench --model nowhere", "expected a Hugging Face"),
     ("bench --hf-python nowhere", "nowhere"),
-    ("launch -- nowhere", "No such file or directory: 'nowhere'"),
+    ("launch -- nowhere", "expected a file that exists, got 'nowhere'"),
     # Folders for files, and files for folders.
     ("plan folder --memory 8GiB", "expected a Hugging Face model folder with config.json"),
-    ("replay folder", "Is a directory: 'folder'"),
-    ("generate --prompts folder", "Is a directory: 'folder'"),
+    ("replay folder", "expected a file, got the folder 'folder'"),
+    ("generate --prompts folder", "expected a file, got the folder 'folder'"),
     ("plan qwen3-8b --memory 8GiB --json folder", "expected a file to write, got the folder 'folder'"),
     ("plan qwen3-8b --memory 8GiB --json nowhere/x", "expected a file in a folder that exists, got 'nowhere/x'"),
     ("plan qwen3-8b --memory 8GiB --json ''", "expected a file's name, got ''"),
@@ -151,3 +153,14 @@ def test_a_wrong_line_is_answered_in_one(line: str, message: str, capsys: pytest
     assert message in told[0], told[0]
     assert FORMS.search(told[0]), told[0]
     assert len(told[0]) < 1_500
+
+
+def test_a_file_that_may_not_be_opened_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(args: object) -> int:
+        raise PermissionError(13, "Permission denied", "secret.jsonl")
+
+    monkeypatch.setattr("kvjax.cli.commands.replay.run", refuse)
+    assert main(["replay", "secret.jsonl"]) == 2
+    assert "expected a file that this user may open, got 'secret.jsonl'; see who owns it" in capsys.readouterr().err

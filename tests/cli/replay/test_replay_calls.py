@@ -46,7 +46,7 @@ def test_interrupted_calls_are_those_before(
     ("argv", "message"),
     [
         (("--calls", "FOREIGN"), "expected a file of recorded calls, got another"),
-        (("--calls", "missing"), "No such file or directory: 'missing'"),
+        (("--calls", "missing"), "expected a file that exists, got 'missing'"),
         (("--calls", "FOREIGN", "--generate", "chat"), "expected --calls without a TRACE or --generate, got both"),
         (("trace.jsonl", "--calls", "FOREIGN"), "expected --calls without a TRACE or --generate, got both"),
     ],

@@ -276,7 +276,7 @@ def test_one_long_request_is_refused_and_the_others_run(
             ("TRACE", "--generate", "chat"),
             "expected a TRACE or --generate {chat,agents,documents,scan,flood}, got both",
         ),
-        (("none.jsonl",), "No such file or directory: 'none.jsonl'"),
+        (("none.jsonl",), "expected a file that exists, got 'none.jsonl'"),
         (("TRACE", "--memory", "1MiB"), "bytes short; give more memory"),
         (("TRACE", "--model", "gpt"), "expected a model's name"),
         (("TRACE", "--max-num-batched-tokens", "8"), "expected max_num_batched_tokens >= max_num_seqs = 256"),
