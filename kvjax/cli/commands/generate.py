@@ -319,8 +319,8 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> It
             f"{len(pool.group_ids)} block tables, {format_bytes(pool.total_bytes)} a device; prefix caching {caching}"
         )
     yield (
-        f"Engine  {num_requests} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a "
-        f"step, {args.devices} device{'s' if args.devices > 1 else ''}"
+        f"Engine  {count_of(num_requests, 'request')}, {config.max_num_seqs} at once, "
+        f"{config.max_num_batched_tokens} tokens a step, {args.devices} device{'s' if args.devices > 1 else ''}"
     )
     if config.speculative is not None:
         how = "by prompt lookup" if args.draft_model is None else f"by {args.draft_model}"
