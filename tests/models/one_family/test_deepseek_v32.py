@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -49,6 +50,29 @@ def test_texts_up_to_what_is_picked_have_plain_latent_attention(tmp_path: Path) 
     states, expected = hidden_of(picking, prompt), hidden_of(plain, prompt)
     np.testing.assert_allclose(states[:num_picked], expected[:num_picked], atol=1e-5, rtol=0)
     assert np.abs(states[num_picked:] - expected[num_picked:]).max() > 0.01
+
+
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0"}
+
+
+def test_an_indexer_of_fp8_is_read_as_released_files_have_it(tmp_path: Path) -> None:
+    """Weights of its projections in blocks of 8 with a scale each, those of its heads' weights as they are."""
+    folder = tmp_path / "quantised"
+    shutil.copytree(model_folder("deepseek_v32"), folder)
+    config = golden_config("deepseek_v32", quantization_config=FP8 | {"weight_block_size": [8, 8]})
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, expected = load_file(folder / "model.safetensors"), {}
+    for name in ("wq_b", "wk"):
+        weight = f"model.layers.1.self_attn.indexer.{name}.weight"
+        rows, columns = tensors[weight].shape
+        values = np.random.default_rng(rows).standard_normal((rows, columns)).astype(ml_dtypes.float8_e4m3fn)
+        scales = np.full((-(-rows // 8), -(-columns // 8)), 0.25, np.float32)
+        tensors |= {weight: values, f"{weight}_scale_inv": scales}
+        expected[name] = values.astype(np.float32) * 0.25
+    save_file(tensors, folder / "model.safetensors")
+    indexer: Any = load_model(folder, "float32").module.layers[1].self_attn.indexer
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(getattr(indexer, name).kernel[...], weight.T)
 
 
 def test_keys_have_a_cache_beside_the_latents_of_layers_with_an_indexer() -> None:
