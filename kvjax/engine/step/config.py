@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 
 from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
@@ -19,6 +20,11 @@ from kvjax.planning.states.state_blocks import STATE_BLOCK_SIZE
 from kvjax.tiers.config import TierConfig
 
 CHECKPOINTS_IN_STEP = 4
+INTEGERS = (
+    *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_embedding_rows"),
+    *("tokens_per_checkpoint", "seed", "max_buckets", "max_logprobs", "num_step_stats", "steps_between_checks"),
+)
+INTEGERS_OR_NONE = ("num_blocks", "memory_bytes", "ring_tokens", "state_block_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +163,7 @@ class EngineConfig:
         return ManagerOptions(eviction_policy=self.eviction_policy, checkpoints_in_step=self.checkpoints_in_step)
 
     def __post_init__(self) -> None:
+        self._check_types()
         sizes = (
             "block_size",
             "max_model_len",
@@ -221,3 +228,13 @@ class EngineConfig:
             raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"expected seed in [0, 2**32), got {self.seed}")
+
+    def _check_types(self) -> None:
+        """Raises ValueError where a count is no integer, or a folder no path."""
+        for name in (*INTEGERS, *INTEGERS_OR_NONE):
+            value = getattr(self, name)
+            is_none = value is None and name in INTEGERS_OR_NONE
+            if not is_none and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise ValueError(f"expected {name} as an integer, got {value!r}")
+        if not isinstance(self.compilation_cache, (bool, str, Path)):
+            raise ValueError(f"expected compilation_cache as a folder, True or False, got {self.compilation_cache!r}")
