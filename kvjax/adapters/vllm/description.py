@@ -14,7 +14,7 @@ from typing import Any
 from kvjax.adapters.stack import require_stack
 
 REQUIRED = "(required)"
-VERSIONS = "0.16, 0.22 or 0.33"
+VERSIONS = "0.16, 0.22, 0.32 or 0.33"
 
 Description = dict[str, Any]
 

@@ -56,17 +56,19 @@ BASE = Rules(
     counts_lookups=True,
     shares_prefixes=True,
 )
+NEWEST = Rules(
+    preset="0.33.0",
+    tells_shared_prefix=True,
+    counts_lookups=False,
+    shares_prefixes=False,
+    shards_by_group=True,
+    request_attributes=(*REQUEST_ATTRIBUTES, "num_in_flight_tokens", "shared_prefix_boundary"),
+)
 RULES = {
     "0.16": BASE,
     "0.22": replace(BASE, preset="0.22.1"),
-    "0.33": Rules(
-        preset="0.33.0",
-        tells_shared_prefix=True,
-        counts_lookups=False,
-        shares_prefixes=False,
-        shards_by_group=True,
-        request_attributes=(*REQUEST_ATTRIBUTES, "num_in_flight_tokens", "shared_prefix_boundary"),
-    ),
+    "0.32": replace(NEWEST, preset="0.32.0"),
+    "0.33": NEWEST,
 }
 
 

@@ -47,7 +47,13 @@ RELEASES: Mapping[str, ReleaseRules] = MappingProxyType(
         "0.16.0": ReleaseRules(free_order="append", defer_fresh_hits=True, extra_key_style="vllm-0.16"),
         "0.22.1": ReleaseRules(free_order="append", defer_fresh_hits=True, extra_key_style="vllm-0.22"),
         # The extra keys of 0.32.0 were not compared; those of 0.33.0 stand for them.
-        "0.32.0": ReleaseRules(coarse_hash_mode="last", retention_ends="vllm-0.32", defer_fresh_hits=True),
+        "0.32.0": ReleaseRules(
+            coarse_hash_mode="last",
+            retention_ends="vllm-0.32",
+            defer_fresh_hits=True,
+            inner_hits=True,
+            rswa_as_vllm=True,
+        ),
         "0.33.0": ReleaseRules(
             coarse_hash_mode="last",
             retention_ends="vllm-0.33",

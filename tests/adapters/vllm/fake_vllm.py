@@ -18,6 +18,7 @@ from kvjax.adapters.vllm.description import REQUIRED
 
 RECORDED = Path(release_module.__file__).parent / "recorded"
 RELEASES = tuple(release_module.RULES)
+NEW = ("0.32", "0.33")  # their manager is told of steps, and the scheduler counts lookups
 
 
 class Request:

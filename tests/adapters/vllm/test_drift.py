@@ -25,12 +25,12 @@ def test_the_adapter_imports_without_vllm_and_fails_on_use_with_one_line() -> No
     code = "import sys; sys.modules['vllm'] = None\nimport kvjax.adapters.vllm as a\nprint('imported')\na.install()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "imported\n"
-    assert "needs vllm 0.16, 0.22 or 0.33" in done.stderr.splitlines()[-1]
+    assert "needs vllm 0.16, 0.22, 0.32 or 0.33" in done.stderr.splitlines()[-1]
 
 
 def test_a_manager_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingStackError, match=r"needs vllm 0\.16, 0\.22 or 0\.33; importing vllm failed"):
+    with pytest.raises(MissingStackError, match=r"needs vllm 0\.16, 0\.22, 0\.32 or 0\.33; importing vllm failed"):
         KVCacheManager()
 
 
@@ -93,7 +93,7 @@ def test_an_unknown_version_is_refused_by_what_differs_or_else_by_its_number() -
     described = recorded(RELEASES[-1]) | {"version": "9.1.0"}
     with (
         installed(described),
-        pytest.raises(UnknownStackError, match=r"vllm 9\.1 is not known .* knows 0\.16, 0\.22 or"),
+        pytest.raises(UnknownStackError, match=r"vllm 9\.1 is not known .* knows 0\.16, 0\.22, 0\.32 or"),
     ):
         install()
     changed = deepcopy(described)
@@ -127,7 +127,8 @@ def test_another_value_of_the_switch_is_refused(value: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("0.9", "0.16"), ("0.16", "0.16"), ("0.31", "0.22"), ("0.34", "0.33"), ("1.0", "0.33")]
+    ("name", "nearest"),
+    [("0.9", "0.16"), ("0.16", "0.16"), ("0.31", "0.22"), ("0.34", "0.33"), ("1.0", "0.33")],
 )
 def test_the_nearest_release_is_the_newest_that_is_no_newer(name: str, nearest: str) -> None:
     assert nearest_release(name) == nearest

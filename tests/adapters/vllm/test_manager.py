@@ -11,7 +11,7 @@ import pytest
 from kvjax.adapters.vllm import KVCacheManager, install, uninstall
 from kvjax.core import BlockHasher
 from kvjax.errors import BlockStateError, UnknownStackError
-from tests.adapters.vllm.fake_vllm import RELEASES, Request, installed, make, recorded
+from tests.adapters.vllm.fake_vllm import NEW, RELEASES, Request, installed, make, recorded
 
 BLOCK = 4
 HASHER = BlockHasher(BLOCK, seed="test")
@@ -51,7 +51,7 @@ def config_of(vllm: Any, *specs: Any, num_blocks: int = 32) -> Any:
 
 
 def manager_of(vllm: Any, *specs: Any, num_blocks: int = 32, **options: Any) -> KVCacheManager:
-    scheduler = {"scheduler_block_size": BLOCK} if vllm.name == "0.33" else {}
+    scheduler = {"scheduler_block_size": BLOCK} if vllm.name in NEW else {}
     config = config_of(vllm, *(specs or (spec_of(vllm, "FullAttentionSpec"),)), num_blocks=num_blocks)
     return KVCacheManager(config, max_model_len=64, hash_block_size=BLOCK, **scheduler, **options)
 
@@ -87,7 +87,7 @@ def test_a_request_is_allocated_hit_and_freed(vllm: Any) -> None:
     assert manager.reset_prefix_cache()
     stats = manager.make_prefix_cache_stats()
     assert stats.reset
-    assert stats.records == ([] if vllm.name == "0.33" else [(10, 0, False), (9, 8, False)])
+    assert stats.records == ([] if vllm.name in NEW else [(10, 0, False), (9, 8, False)])
     manager._core.check_invariants()
 
 
@@ -249,6 +249,7 @@ def test_what_has_no_counterpart_is_refused_by_its_name(vllm: Any) -> None:
     if vllm.name == "0.33":
         with pytest.raises(NotImplementedError, match="num_hash_lookahead_tokens=2 with KV events has no counterpart"):
             manager_of(vllm, num_hash_lookahead_tokens=2, enable_kv_cache_events=True)
+    if vllm.name in NEW:
         window = make(
             vllm.SlidingWindowSpec, block_size=BLOCK, **HEADS | {"extra_retained_tokens": 3}, sliding_window=6
         )
@@ -280,7 +281,7 @@ def test_a_request_that_lacks_an_attribute_is_refused_by_its_name(vllm: Any) -> 
 def test_install_passes_options_of_kvjax_on(vllm: Any) -> None:
     cls = install(eviction_policy="slru")
     try:
-        options = {"scheduler_block_size": BLOCK} if vllm.name == "0.33" else {}
+        options = {"scheduler_block_size": BLOCK} if vllm.name in NEW else {}
         manager = cls(config_of(vllm, spec_of(vllm, "FullAttentionSpec")), 64, hash_block_size=BLOCK, **options)
         assert type(manager._core.block_pool.eviction_policy).__name__ == "SegmentedLRUPolicy"
     finally:
@@ -320,7 +321,7 @@ def test_hits_of_0_33_can_be_cut_and_told_for_connectors(vllm: Any) -> None:
     assert manager.get_computed_blocks_for_connector(other)[-1] is False
     assert manager.get_block_ids_for_computed_tokens("a", 5) == ([1, 2],)
     assert manager.estimate_cached_tokens(request) == 12
-    assert manager.get_num_common_prefix_blocks("a") == ([0] if vllm.name == "0.33" else [4])
+    assert manager.get_num_common_prefix_blocks("a") == ([0] if vllm.name in NEW else [4])
     assert manager.take_new_block_ids() == []
     assert manager.take_kv_cache_block_copies() == ([], [])
     assert manager.take_boundary_state_offloads() == {}
@@ -331,7 +332,7 @@ def test_hits_of_0_33_can_be_cut_and_told_for_connectors(vllm: Any) -> None:
 
 
 def test_the_watermark_keeps_blocks_free_once_something_runs(vllm: Any) -> None:
-    if vllm.name != "0.33":
+    if vllm.name not in NEW:
         pytest.skip("the watermark came later")
     manager = manager_of(vllm, num_blocks=11, watermark=0.2)
     request = request_of("a", list(range(36)))

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.adapters.vllm import KVCacheManager, install, uninstall
 from kvjax.core.options.manager_options import ManagerOptions
-from tests.adapters.vllm.fake_vllm import RELEASES, installed, recorded
+from tests.adapters.vllm.fake_vllm import NEW, RELEASES, installed, recorded
 from tests.adapters.vllm.test_manager import BLOCK, config_of, mamba_of, request_of, spec_of
 
 PROMPT_TOKENS, STEP_TOKENS = 41, 8
@@ -29,7 +29,7 @@ def made(vllm: Any, cls: type[KVCacheManager], *specs: Any, num_blocks: int = 56
     """A manager of full attention and other groups, with the newest release's default of checkpoints."""
     config = config_of(vllm, spec_of(vllm, "FullAttentionSpec"), *specs, num_blocks=num_blocks)
     options = {}
-    if vllm.name == "0.33":
+    if vllm.name in NEW:
         config.prefix_cache_retention_interval, options = 0, {"scheduler_block_size": BLOCK}
     return cls(config, max_model_len=64, hash_block_size=BLOCK, **options)
 
@@ -75,7 +75,7 @@ def rules_of(manager: Any) -> ManagerOptions:
 
 def test_unless_asked_the_rules_are_those_of_the_release(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVJAX_POLICY", raising=False)
-    preset = ManagerOptions.vllm({"0.16": "0.16.0", "0.22": "0.22.1", "0.33": "0.33.0"}[vllm.name])
+    preset = ManagerOptions.vllm({"0.16": "0.16.0", "0.22": "0.22.1", "0.32": "0.32.0", "0.33": "0.33.0"}[vllm.name])
     for cls in (KVCacheManager, install(), install(policy="stack")):
         assert rules_of(made(vllm, cls)) == preset
     monkeypatch.setenv("KVJAX_POLICY", "kvjax")
@@ -119,7 +119,7 @@ def test_prompts_that_come_in_turns_are_hit_where_all_ends_fit(
             for turn, n in names
         ]
     assert hits["kvjax"] == [0] * 4 + [PROMPT_TOKENS - 1] * 8
-    keeps_ends = vllm.name == "0.33" and kind == "SlidingWindowSpec"
+    keeps_ends = vllm.name in NEW and kind == "SlidingWindowSpec"
     assert hits["stack"] == hits["kvjax"] if keeps_ends else sum(hits["stack"]) < sum(hits["kvjax"])
 
 
@@ -133,7 +133,7 @@ def test_states_are_hit_where_the_steps_of_the_scheduler_ended(vllm: Any) -> Non
         hits[policy] = [serve(manager, f"{n}", tokens) for n, tokens in enumerate((prompt, edited, edited))]
     last_step = 30 // STEP_TOKENS * STEP_TOKENS
     assert hits["kvjax"][:2] == [0, last_step]
-    assert hits["stack"][:2] == [0, 0 if vllm.name == "0.33" else last_step]
+    assert hits["stack"][:2] == [0, 0 if vllm.name in NEW else last_step]
     assert hits["kvjax"][2] == hits["stack"][2] > 0
 
 

@@ -287,7 +287,7 @@ def test_windows_of_larger_blocks_leave_hits_at_whole_blocks() -> None:
 
 def test_the_default_and_older_releases_hit_whole_blocks() -> None:
     config = KVCacheConfig.single_pool(50, full(2), states(8))
-    for options in (ManagerOptions(), ManagerOptions.vllm("0.22.1"), ManagerOptions.vllm("0.32.0")):
+    for options in (ManagerOptions(), ManagerOptions.vllm("0.16.0"), ManagerOptions.vllm("0.22.1")):
         assert not KVCacheManager(config, MAX_TOKENS, UNIT, options).groups.has_inner_hits
 
 

@@ -165,7 +165,7 @@ NO_STATE = MambaSpec(block_size=4, shapes=((4,),), dtypes=("float32",))
         ((FULL,), {"max_model_len": 8, "use_eagle": True}, "of prompts of at least 5 more; .* max_model_len, got 8"),
         (
             (FULL, STATE),
-            {"max_model_len": 7, "use_eagle": True, "options": ManagerOptions.vllm("0.32.0")},
+            {"max_model_len": 7, "use_eagle": True, "options": ManagerOptions.vllm("0.22.1")},
             "no request of 7 tokens|multiples of 4",
         ),
         ((FULL,), {"num_blocks": 2}, "pool 0 has 1 blocks, and the shortest prompt that may hit, of 5 tokens, takes 2"),
