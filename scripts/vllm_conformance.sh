@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# vLLM's own tests of its core on this machine's CPU, with vLLM's KV cache manager and with kvjax's under its scheduler.
+# vLLM's own tests of its core on this machine's CPU, with vLLM's KV cache manager and with kvjax's under its scheduler,
+# and its engine with kvjax as a plugin (vllm_conformance/engine.py).
 #
 # Usage:   scripts/vllm_conformance.sh VERSION [--setup-only | FILE ...]      for example 0.16.0, or 0.33.0 scheduler
 # Needs:   Python 3.12 or 3.13 ($PYTHON, or the first found), some 4 GB in .cache/vllm/VERSION, a package index
@@ -54,11 +55,16 @@ if [ ! -e "$home/installed" ]; then
 fi
 "$python" "$repository/scripts/vllm_conformance/stand_in_models.py" "$home/models"
 
+"$python" -m pip install -q --no-deps -e "$repository"  # its entry point is how vLLM finds the plugin
+metadata=$home/metadata/vllm-$version+cpu.dist-info  # older releases take the CPU by the version of the wheel alone
+mkdir -p "$metadata"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version+cpu" > "$metadata/METADATA"
+
 cat > "$home/python" <<END
 #!/usr/bin/env bash
 # Python with vLLM $version and kvjax, in the folder of the stand-in models.
 export VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
-export PYTHONPATH=$source:$repository:$repository/scripts/vllm_conformance
+export PYTHONPATH=$home/metadata:$source:$repository:$repository/scripts/vllm_conformance
 cd "$home/models" && exec "$python" "\$@"
 END
 chmod +x "$home/python"
@@ -81,6 +87,7 @@ run() {  # run NAME PLUGIN...: one pass over the tests; failures are what the ta
 }
 "$home/python" -m pytest -q -p no:cacheprovider --noconftest -c /dev/null --rootdir "$repository" \
   "$repository/tests/adapters/vllm/test_drift.py::test_an_installed_vllm_is_as_it_was_recorded"
+"$home/python" "$repository/scripts/vllm_conformance/engine.py"
 run own on_cpu
 run kvjax on_cpu under_kvjax private_names
 "$home/python" "$repository/scripts/vllm_conformance/table.py" "$home"
