@@ -122,6 +122,6 @@ def _take_sources(keys: ConfigKeys, num_layers: int, unrotated: Sequence[int]) -
         if source != layer and last.get(kind) != source:
             others = f" or {last[kind]}, the last layer of its rotation that others read" if kind in last else ""
             raise ConfigError(f"{keys.where}: expected kv_source_layers[{layer}] to be {layer}{others}, got {source}")
-        if layer in sources[layer + 1 :]:
+        if source == layer and layer in sources[layer + 1 :]:
             last[kind] = layer
     return tuple(sources)

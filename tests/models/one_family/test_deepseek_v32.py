@@ -105,6 +105,7 @@ def test_latents_are_read_from_another_layer_and_have_no_rotated_part_where_noth
         ({"kv_source_layers": [0, 1, 1, 3]}, None),
         ({"kv_source_layers": [0, 0, 0, 0]}, r"kv_source_layers\[3\] to be 3, got 0"),
         ({"kv_source_layers": [0, 1, 0, 1]}, r"kv_source_layers\[2\] to be 2 or 1, the last layer .* read, got 0"),
+        ({"kv_source_layers": [0, 0, 1, 3]}, r"kv_source_layers\[2\] to be 2 or 0, the last layer .* read, got 1"),
         ({"kv_source_layers": [0, 1]}, r"kv_source_layers of 4 layers, got \[0, 1\]"),
         ({"no_rope_layers": [1, 1, 2, 0]}, r"no_rope_layers of 0 and 1 for 4 layers, got \[1, 1, 2, 0\]"),
         ({"q_lora_rank": 12}, "'q_lora_rank' to be null or false, got 12: Mistral Large 4 has none in transformers"),
