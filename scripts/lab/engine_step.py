@@ -30,6 +30,7 @@ prepare_environment()
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 _SEQUENCES = 8
 _EMBEDDING_ROWS = 4096
+_KEPT_BLOCK = 128  # inputs and outputs that share a scale
 _WRITES = ("scatter", "dynamic-update-slice")  # into what they are given
 _NO_COPY = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple", "conditional", *_WRITES)
 
@@ -141,6 +142,21 @@ def described(chip: str, count: int) -> tuple[str, list[Any]]:
     return "gpu", list(topology.devices)
 
 
+def keep_projections(module: Any, dtype: str) -> None:
+    """Gives all projections of an abstract model but the output head kernels of eight bits, in blocks of 128 x 128."""
+    import jax
+    from flax import nnx
+
+    from kvjax.models.layers.linear import Linear
+
+    for path, layer in nnx.iter_modules(module):
+        if isinstance(layer, Linear) and "lm_head" not in path:
+            shape = layer.kernel.shape
+            scale = tuple(-(-size // _KEPT_BLOCK) for size in shape)
+            kernels = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(scale, "float32"))
+            layer.keep_quantised(*kernels, (_KEPT_BLOCK, _KEPT_BLOCK))
+
+
 def compile_step(
     chip: str,
     model: str,
@@ -154,13 +170,14 @@ def compile_step(
     one_memory: bool = False,
     idle_state_dtype: str | None = None,
     ring_tokens: int | None = None,
+    kept_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Compiles a step, and encoders and work on pages as done before one; the report of the step.
 
     Heads and weights are split over `num_shards` chips, and with `num_context` > 1 the tokens of pages over so many;
     kernels then are those that the chip's own process would choose. `chip` may be a card, where jax has its compiler.
     `num_layers` None: one of each kind. A step of as many tokens as sequences decodes. With `one_memory` all
-    pools share what `num_blocks` of each would take.
+    pools share what `num_blocks` of each would take. Projections are of `kept_dtype`, None: in bfloat16.
     """
     from unittest import mock
 
@@ -201,6 +218,8 @@ def compile_step(
     mesh = jax.sharding.Mesh(np.array(devices).reshape(num_context, num_shards), ("context", "tensor"))
     placement = Placement(mesh, "tensor" if splits else None, "context" if num_context > 1 else None)
     abstract = nnx.eval_shape(lambda: build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
+    if kept_dtype is not None:
+        keep_projections(abstract, kept_dtype)
     graph, state = nnx.split(abstract)
     params = [
         (
@@ -284,6 +303,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--one-memory", action="store_true", help="all pools share the memory of so many blocks")
     parser.add_argument("--idle-states", metavar="DTYPE", help="cached states are kept so: int8, int16")
     parser.add_argument("--ring-tokens", type=int, metavar="N", help="of recurrent states")
+    parser.add_argument("--kept", choices=("float8_e4m3fn", "int8"), help="projections are kept in so many bits")
     options = parser.parse_args(arguments)
     report = compile_step(
         options.chip,
@@ -297,6 +317,7 @@ def main(arguments: list[str]) -> int:
         one_memory=options.one_memory,
         idle_state_dtype=options.idle_states,
         ring_tokens=options.ring_tokens,
+        kept_dtype=options.kept,
     )
     print(json.dumps(report))
     return int(not is_in_place(report))
