@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from kvjax.cli.generate.plot import draw_pools
+from kvjax.cli.generate.plot import draw_pools, title_of
 from kvjax.cli.generate.prompt_inputs import read_inputs
 from kvjax.cli.generate.prompts import NamedPrompt, prompts_file, read_prompts, samples_of
 from kvjax.cli.generate.report import report_json, request_table, totals, totals_lines
@@ -184,11 +184,16 @@ def run(args: argparse.Namespace) -> int:
     if engine.connector is not None:
         _save_cache(engine)
         engine.connector.close()
-    num_aborted = sum(result.finish_reason is FinishReason.ABORT for result in results.values())
+    num_aborted = _num_aborted(results)
     if num_aborted:
         print(f"interrupted after {len(results) - num_aborted:,} of {count_of(len(results), 'request')}\n")
     _report(engine, results, printer.texts, wall_s, args)
     return INTERRUPTED if num_aborted else 0
+
+
+def _num_aborted(results: dict[str, GenerationResult]) -> int:
+    """Requests that an interrupt ended."""
+    return sum(result.finish_reason is FinishReason.ABORT for result in results.values())
 
 
 def _save_cache(engine: LLMEngine) -> None:
@@ -389,8 +394,8 @@ def _report(
     for pool in engine.plan.pools:
         print(f"\nPool {pool.pool_id} over time", *pool_picture(steps, pool.pool_id), sep="\n")
     if args.plot is not None:
-        found = f"{100 * sums['token_hit_rate']:.0f} % of the prompt tokens were found in the cache"
-        save_figure(draw_pools(steps, f"{count_of(sums['requests'], 'request')}: {found}"), args.plot)
+        title = title_of(sums["requests"], sums["token_hit_rate"], _num_aborted(results))
+        save_figure(draw_pools(steps, title), args.plot)
         print(f"\nPlot written to {args.plot}")
     if args.json is not None:
         config = {"model": "demo" if args.model is None else str(args.model), **asdict(engine.config)}

@@ -1,6 +1,6 @@
 """The pools over a run as a picture: held, cached and empty blocks per step, hits and released blocks below.
 
-Flow:    list of StepStats -> [draw_pools] -> matplotlib's Figure -> save_figure -> PNG, PDF or SVG
+Flow:    list of StepStats -> [title_of, draw_pools] -> matplotlib's Figure -> save_figure -> PNG, PDF or SVG
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING
 from kvjax.cli.pictures.colors import CACHED, EMPTY, HELD, HIT, PREEMPTED, RELEASED
 from kvjax.cli.pictures.figures import count_ticks, figure_legend, new_figure
 from kvjax.engine.requests.stats import StepStats
+from kvjax.text import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PARTS = (("held by requests", HELD, "held"), ("cached, may be evicted", CACHED, "cached"), ("empty", EMPTY, "free"))
+
+
+def title_of(num_requests: int, token_hit_rate: float, num_aborted: int) -> str:
+    """A run's title: requests, what was found, and whether an interrupt came."""
+    found = f"{100 * token_hit_rate:.0f} % of the prompt tokens were found in the cache"
+    done = f"\ninterrupted after {num_requests - num_aborted:,} of {num_requests:,}" if num_aborted else ""
+    return f"{count_of(num_requests, 'request')}: {found}{done}"
 
 
 def draw_pools(steps: Sequence[StepStats], title: str) -> Figure:
@@ -70,4 +78,4 @@ def _mark_preemptions(axes: Sequence[Axes], steps: Sequence[StepStats]) -> None:
             axis.axvline(number, color=PREEMPTED, linewidth=0.8, linestyle=":", label=label)
 
 
-__all__ = ["draw_pools"]
+__all__ = ["draw_pools", "title_of"]

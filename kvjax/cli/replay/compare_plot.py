@@ -32,7 +32,10 @@ def draw_comparison(cells: Sequence[Cell], workload: str) -> Figure:
     mode = BATCHES if any(BATCHES in cell.hit_tokens for cell in cells) else SERIAL
     over_users = any(cell.users is not None for cell in cells)
     by = "users at once" if over_users else "memory"
-    figure = new_figure(8.5, 5.2, f"How much of the prompts is found in the cache, by {by}\n{workload}, {MODES[mode]}")
+    num_done = sum(cell.error is not None or mode in cell.hit_tokens for cell in cells)
+    part = "" if num_done == len(cells) else f", interrupted after {num_done} of {len(cells)} points"
+    about = f"{workload}, {MODES[mode]}{part}"
+    figure = new_figure(8.5, 5.2, f"How much of the prompts is found in the cache, by {by}\n{about}")
     axis = figure.subplots()
     if over_users:
         _draw_lines(axis, cells, mode, lambda cell: cell.users or 0, _model_and_memory)

@@ -25,7 +25,7 @@ def test_hits_by_memory() -> None:
         cell("b", 1.5, None, serial=70, batches=50, infinite_cache=400),
         cell("a", 20, None, serial=99, batches=300, infinite_cache=390),
         cell("a", 1.5, None, serial=99, batches=100, infinite_cache=390),
-        cell("b", 20, None),  # holds no request
+        Cell("b", 20 * GB, error="holds no request"),
     ]
     figure = draw_comparison(cells, "trace.jsonl")
     assert_readable(figure)
@@ -63,7 +63,12 @@ def test_hits_by_users_at_once() -> None:
     assert list(drawn["unlimited cache"]) == [90, 90, 90]
 
 
-def test_before_the_first_replay_there_is_an_empty_picture() -> None:
-    """An interrupt came."""
+def test_an_interrupted_comparison_says_so() -> None:
+    """It draws what there is, be it nothing."""
+    cells = [cell("a", 1, None, serial=500), Cell("a", 2 * GB)]
+    figure = draw_comparison(cells, "trace.jsonl")
+    assert figure.get_suptitle().endswith("one request at a time, interrupted after 1 of 2 points")
+    assert_readable(figure)
     figure = draw_comparison([Cell("a", GB), Cell("a", 2 * GB)], "trace.jsonl")
+    assert figure.get_suptitle().endswith("interrupted after 0 of 2 points")
     assert figure.axes[0].lines[:] == []

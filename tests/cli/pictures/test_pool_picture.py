@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvjax.cli.generate.plot import draw_pools
+from kvjax.cli.generate.plot import draw_pools, title_of
 from kvjax.cli.pictures.colors import CACHED, EMPTY, HELD, HIT, PREEMPTED, RELEASED
 from kvjax.engine.requests.stats import PoolUse, StepStats
 from tests.cli.pictures.reading import assert_readable, color_of, entries_of, labelled
@@ -65,3 +65,9 @@ def test_a_panel_per_pool_and_none_of_what_did_not_happen() -> None:
         "Prompt tokens found in the cache",
     ]
     assert "a request was preempted" not in entries_of(figure)
+
+
+def test_the_title_says_what_was_found_and_whether_all_ended() -> None:
+    found = "3 requests: 48 % of the prompt tokens were found in the cache"
+    assert title_of(3, 0.4789, 0) == found
+    assert title_of(3, 0.4789, 2) == f"{found}\ninterrupted after 1 of 3"
