@@ -9,6 +9,7 @@ first unfinished one live, the others as soon as it is their turn.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import warnings
@@ -152,6 +153,9 @@ def run(args: argparse.Namespace) -> int:
         ConfigError, CheckpointError: the folder holds no model that can be loaded.
         MissingExtraError: an optional dependency that was asked for is not installed.
     """
+    for text in args.texts:
+        if os.path.isfile(text):
+            warnings.warn(f"the prompt {text!r} names a file; --prompts {text} reads prompts from it", stacklevel=2)
     prompts = read_prompts([*args.texts, *(args.prompt or ())], args.prompts)
     samples = samples_of(prompts, args.n)
     if args.plot is not None:

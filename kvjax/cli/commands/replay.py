@@ -46,7 +46,7 @@ from kvjax.replay.bounds import bounds_json, bounds_text, find_bounds
 
 EXAMPLES = (
     Example(
-        "Replay a generated chat in 2,000 blocks.", "kvjax replay --generate chat --num-requests 50 --num-blocks 2000"
+        "Replay a generated chat in 2,000 blocks.", "kvjax replay --generate chat --num-requests 20 --num-blocks 2000"
     ),
     Example(
         "Compare two routers over two replicas on a trace of your own.",

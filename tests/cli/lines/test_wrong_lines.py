@@ -164,3 +164,11 @@ def test_a_file_that_may_not_be_opened_is_named(
     monkeypatch.setattr("kvjax.cli.commands.replay.run", refuse)
     assert main(["replay", "secret.jsonl"]) == 2
     assert "expected a file that this user may open, got 'secret.jsonl'; see who owns it" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_prompt_that_is_a_files_name_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "text", "--n", "2"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "kvjax: warning: the prompt 'text' names a file; --prompts text reads prompts from it"
+    assert len(told) == 2
