@@ -101,10 +101,12 @@ def families() -> dict[str, Family]:
     v32, glm = transformers.DeepseekV32Config, transformers.GlmMoeDsaConfig
     full, shared = "full", "shared"
     configs = {
-        "deepseek_v32": v32(**PLAIN, rope_parameters=yarn()),
-        "deepseek_v32_odd": v32(**ODD | {"first_k_dense_replace": 2}, rope_parameters=rope()),
+        "deepseek_v32": v32(**PLAIN | {"vocab_size": 32, "hidden_size": 24}, rope_parameters=yarn()),
+        "deepseek_v32_odd": v32(
+            **ODD | {"vocab_size": 29, "hidden_size": 20, "first_k_dense_replace": 2}, rope_parameters=rope()
+        ),
         "glm_moe_dsa": glm(
-            **PLAIN | {"n_group": 1, "topk_group": 1},
+            **PLAIN | {"vocab_size": 32, "hidden_size": 24, "n_group": 1, "topk_group": 1},
             indexer_types=[full, shared, full],
             rope_parameters=rope(rope_theta=1_000_000.0),
         ),
