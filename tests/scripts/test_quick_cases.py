@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.quick_cases import SHARES, kept_cases
+from scripts.quick_cases import SHARES, SWEEPS, kept_cases
 from tests.conftest import KEPT_CASES
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ def test_what_is_named_is_there(test: str) -> None:
     """A test that was renamed would run all its cases, unseen."""
     path, *_, name = test.split("::")
     assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
-    assert KEPT_CASES[test] >= 1
+    assert (KEPT_CASES[test] == 0) == (test in SWEEPS)
 
 
 def test_long_tests_keep_a_share_and_at_least_one_case() -> None:
@@ -32,4 +32,4 @@ def test_long_tests_keep_a_share_and_at_least_one_case() -> None:
         "tests/core/b.py::law": [1.0] * 13,
     }
     kept = {"tests/a.py::few": 1, "tests/a.py::long": 3, thirds: 5}
-    assert kept_cases(seconds, 2.0, 6) == kept
+    assert kept_cases(seconds, 2.0, 6) == kept | dict.fromkeys(SWEEPS, 0)
