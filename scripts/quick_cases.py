@@ -190,7 +190,6 @@ SWEEPS = (
     "tests/cli/test_tier_arguments.py::test_a_run_finds_what_another_put_into_a_shared_folder",
     "tests/device/layers/test_step_cache.py::test_layers_of_one_table_may_differ_in_heads",
     "tests/device/layers/test_wanted_rows.py::test_logits_and_pages_of_a_model_are_those_of_one_that_asks_for_all",
-    "tests/device/programs/test_step_cuts.py::test_a_cut_step_computes_what_the_whole_does",
     "tests/device/steps/test_drafts.py::test_buckets_without_drafts_are_the_programs_that_they_were",
     "tests/engine/drafts/test_draft_model.py::test_no_shape_is_new_after_warm_up",
     "tests/engine/drafts/test_speculation_engine.py::test_every_row_of_logits_is_treated_as_its_place_asks",
