@@ -6,8 +6,8 @@ Flow:    an adapter that found a difference -> [refuse_unless_allowed] -> Unknow
 from __future__ import annotations
 
 import logging
-import os
 
+from kvjax.adapters.switches import is_on
 from kvjax.errors import UnknownStackError
 
 VARIABLE = "KVJAX_ANY_RELEASE"
@@ -22,10 +22,7 @@ def refuse_unless_allowed(difference: str) -> None:
         UnknownStackError: the variable is not set.
         ValueError: the variable is neither 0 nor 1.
     """
-    value = os.environ.get(VARIABLE) or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"expected environment variable {VARIABLE} of 0 or 1, got {value!r}; correct it or unset it")
-    if value == "0":
+    if not is_on(VARIABLE):
         raise UnknownStackError(f"{difference}; {VARIABLE}=1 runs it all the same, at your own risk")
     _logger.warning("%s; kvjax goes on because %s=1: tokens and hits may be wrong", difference, VARIABLE)
 

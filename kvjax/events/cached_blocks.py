@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,14 +37,29 @@ class StoredRun(NamedTuple):
 
     def part(self, first: int, end: int) -> BlockStored:
         """The blocks [first, end) as an event."""
-        size = self.like.block_size
-        return replace(
-            self.like,
-            block_hashes=self.block_hashes[first:end],
-            parent_block_hash=self.parent_of(first),
-            token_ids=tuple(self.tokens[first * size : end * size]),
-            extra_keys=None if self.extra_keys is None else self.extra_keys[first:end],
+        return stored_part(
+            self.like, self.block_hashes, self.parent_block_hash, self.tokens, self.extra_keys, first, end
         )
+
+
+def stored_part(
+    like: BlockStored,  # what is told of the blocks beside
+    block_hashes: tuple[BlockHash, ...],
+    parent_block_hash: BlockHash | None,  # of the block before the run
+    tokens: Sequence[int],
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None,
+    first: int,
+    end: int,
+) -> BlockStored:
+    """The blocks [first, end) of a run as an event."""
+    size = like.block_size
+    return replace(
+        like,
+        block_hashes=block_hashes[first:end],
+        parent_block_hash=block_hashes[first - 1] if first else parent_block_hash,
+        token_ids=tuple(tokens[first * size : end * size]),
+        extra_keys=None if extra_keys is None else extra_keys[first:end],
+    )
 
 
 Place = tuple[StoredRun, int]  # a block: its run, and its number there

@@ -9,19 +9,23 @@ lookups still hit. Of events that tell a hash once both kinds of readers make th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.watch.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from kvjax.core.watch.repeats import take_repeat
+from kvjax.events.cached_blocks import stored_part
 
 
 class FirstAndLast:
-    """Owned by the publisher's thread. About 0.3 us and 100 bytes a block."""
+    """Owned by the publisher's thread."""
 
     def __init__(self) -> None:
-        self._holders: dict[tuple[str, int], dict[BlockHash, int]] = {}  # by medium and group: blocks of each hash
+        self._held: set[tuple[str, int, BlockHash]] = set()  # by medium and group
+        self._repeats: Counter[tuple[str, int, BlockHash]] = Counter()  # blocks of a hash beyond the first
 
     def told(self, events: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
         """What of a batch, oldest first, a reader needs that does not count. A removal of what is unknown is told."""
@@ -32,49 +36,45 @@ class FirstAndLast:
             elif isinstance(event, BlockRemoved):
                 told += self._removed(event)
             else:
-                self._holders.clear()
+                self._held.clear()
+                self._repeats.clear()
                 told.append(event)
         return told
 
     def _stored(self, event: BlockStored) -> Iterator[BlockStored]:
         """The runs of blocks whose hashes no other block holds."""
-        holders = self._holders.setdefault((event.medium, event.group_idx), {})
-        is_first = []
-        for block_hash in event.block_hashes:
-            count = holders.get(block_hash, 0)
-            holders[block_hash] = count + 1
-            is_first.append(not count)
+        is_first = [self._is_first((event.medium, event.group_idx, each)) for each in event.block_hashes]
         if all(is_first):
             yield event
             return
         for first, run in groupby(range(len(is_first)), is_first.__getitem__):
             if first:
                 places = [*run]
-                yield _part(event, places[0], places[-1] + 1)
+                yield stored_part(
+                    event,
+                    event.block_hashes,
+                    event.parent_block_hash,
+                    event.token_ids,
+                    event.extra_keys,
+                    places[0],
+                    places[-1] + 1,
+                )
+
+    def _is_first(self, key: tuple[str, int, BlockHash]) -> bool:
+        """Notes a block of a hash; False: another has it."""
+        if key in self._held:
+            self._repeats[key] += 1
+            return False
+        self._held.add(key)
+        return True
 
     def _removed(self, event: BlockRemoved) -> Iterator[BlockRemoved]:
-        holders = self._holders.get((event.medium, event.group_idx), {})
-        gone = []
-        for block_hash in event.block_hashes:
-            count = holders.pop(block_hash, 1)
-            if count > 1:
-                holders[block_hash] = count - 1
-            else:
-                gone.append(block_hash)
+        """The hashes that no block holds any more."""
+        keys = [(event.medium, event.group_idx, each) for each in event.block_hashes]
+        gone = [key for key in keys if not take_repeat(self._repeats, key)]
+        self._held.difference_update(gone)
         if gone:
-            yield replace(event, block_hashes=tuple(gone))
-
-
-def _part(event: BlockStored, first: int, end: int) -> BlockStored:
-    """The blocks [first, end) of a run."""
-    size, keys = event.block_size, event.extra_keys
-    return replace(
-        event,
-        block_hashes=event.block_hashes[first:end],
-        parent_block_hash=event.block_hashes[first - 1] if first else event.parent_block_hash,
-        token_ids=event.token_ids[first * size : end * size],
-        extra_keys=None if keys is None else keys[first:end],
-    )
+            yield replace(event, block_hashes=tuple(block_hash for *_, block_hash in gone))
 
 
 __all__ = ["FirstAndLast"]

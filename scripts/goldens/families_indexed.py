@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from scripts.goldens.families_parts import VISION
 from scripts.goldens.family import TINY, Family, rope
+from scripts.goldens.setting_cases import PIXTRAL
 
 PLAIN: dict[str, Any] = TINY | {
     "vocab_size": 40,
@@ -86,7 +86,7 @@ def mistral_large4(text: dict[str, Any], sources: list[int], rotated: list[int],
             "no_rope_layers": rotated,
             "indexer_types": types,
         },
-        vision_config={"model_type": "pixtral", **VISION},
+        vision_config=PIXTRAL,
     )
     return Family(
         config=config,

@@ -10,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from scripts.goldens.families_inputs import IMAGE_TOKEN, VIDEO_TOKEN, VISION_END, VISION_START, ImageInputs
 from scripts.goldens.family import TINY, Arrays, Family, rope
+from scripts.goldens.setting_cases import PIXTRAL
 
 PLAIN: dict[str, Any] = TINY | {
     "vocab_size": 80,
@@ -36,16 +37,6 @@ SCALES: dict[str, Any] = {
     "attention_multiplier": 0.2,
 }
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3}
-VISION: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "head_dim": 8,
-    "image_size": 4,
-    "patch_size": 2,
-    "num_channels": 1,
-}
 QWEN_VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 8,
@@ -86,9 +77,7 @@ def ministral_rope() -> dict[str, Any]:
 
 
 def mistral3(text: dict[str, Any]) -> Family:
-    config = transformers.Mistral3Config(
-        text_config=text, vision_config={"model_type": "pixtral", **VISION}, tie_word_embeddings=False
-    )
+    config = transformers.Mistral3Config(text_config=text, vision_config=PIXTRAL, tie_word_embeddings=False)
     return Family(
         config=config, model_class=transformers.AutoModelForImageTextToText, final_norm="model.language_model.norm"
     )

@@ -7,7 +7,7 @@ Source:  vllm/v1/core of each release: block_pool.py, kv_cache_utils.py, single_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -42,25 +42,20 @@ class ReleaseRules:
     extra_key_style: str = "vllm-0.33"
 
 
+_V033 = ReleaseRules(
+    coarse_hash_mode="last",
+    retention_ends="vllm-0.33",
+    defer_fresh_hits=True,
+    inner_hits=True,
+    rswa_as_vllm=True,
+)
 RELEASES: Mapping[str, ReleaseRules] = MappingProxyType(
     {
         "0.16.0": ReleaseRules(free_order="append", defer_fresh_hits=True, extra_key_style="vllm-0.16"),
         "0.22.1": ReleaseRules(free_order="append", defer_fresh_hits=True, extra_key_style="vllm-0.22"),
         # The extra keys of 0.32.0 were not compared; those of 0.33.0 stand for them.
-        "0.32.0": ReleaseRules(
-            coarse_hash_mode="last",
-            retention_ends="vllm-0.32",
-            defer_fresh_hits=True,
-            inner_hits=True,
-            rswa_as_vllm=True,
-        ),
-        "0.33.0": ReleaseRules(
-            coarse_hash_mode="last",
-            retention_ends="vllm-0.33",
-            defer_fresh_hits=True,
-            inner_hits=True,
-            rswa_as_vllm=True,
-        ),
+        "0.32.0": replace(_V033, retention_ends="vllm-0.32"),
+        "0.33.0": _V033,
     }
 )
 

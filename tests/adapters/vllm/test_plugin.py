@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from kvjax.adapters.vllm import KVCacheManager, uninstall
-from kvjax.adapters.vllm.plugin import register
+from kvjax.adapters.vllm_plugin import register
 from kvjax.errors import MissingStackError
 from tests.adapters.vllm.fake_vllm import RELEASES, installed, recorded
 

@@ -3,6 +3,8 @@
 Flow:    entry point "kvjax" of group vllm.general_plugins, $KVJAX_VLLM -> [register] -> install(), one line in the log
 
     KVJAX_VLLM=1 vllm serve MODEL
+
+vLLM imports this module in every process, asked for or not, so it stands outside the adapter and imports that on use.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ import logging
 import os
 
 from kvjax import __version__
-from kvjax.adapters.policy import chosen_policy
-from kvjax.adapters.vllm.description import vllm_module
-from kvjax.adapters.vllm.installation import install
+from kvjax.adapters.switches import is_on
 
 VARIABLE = "KVJAX_VLLM"
 
@@ -25,11 +25,12 @@ def register() -> None:
         MissingStackError, UnknownStackError: as `install`.
         ValueError: the variable is neither 0 nor 1, or KVJAX_POLICY names no policy.
     """
-    value = os.environ.get(VARIABLE) or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"expected environment variable {VARIABLE} of 0 or 1, got {value!r}; correct it or unset it")
-    if value == "0":
+    if not is_on(VARIABLE):
         return
+    from kvjax.adapters.policy import chosen_policy
+    from kvjax.adapters.vllm.description import vllm_module
+    from kvjax.adapters.vllm.installation import install
+
     install()
     logging.getLogger("vllm.kvjax").info(  # below vLLM's own logger, so that its handler prints it
         "kvjax %s manages the KV cache of vllm %s in process %d (policy %r)",
